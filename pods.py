@@ -1,0 +1,463 @@
+"""GRPO with down-sampled rollouts (PODS, arXiv 2504.13818): generate n a prompt, learn from m of them.
+
+    bash run_gsm8k.sh            sets everything up, then runs this file
+    python pods.py --help        every setting, with its unit and default
+
+Read from top to bottom; the order is that of the data in one training step:
+
+    problems -> n rollouts each (vLLM, in this process) -> rewards -> m of n kept (sampling.py) -> advantages
+             -> clipped loss on the kept -> AdamW on all weights -> the new weights into vLLM -> the next step
+"""
+
+import os
+
+# Set before vllm is imported. Its engine would otherwise run in a child process, where the live weights are
+# out of reach (vllm#16434) and which a kill of this one may leave behind with its memory (vllm#55510).
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+import json
+import math
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import torch
+from datasets import load_dataset
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from vllm import LLM, SamplingParams
+
+from rewards import build_messages, gold_answer, is_correct, is_well_formed, reward
+from sampling import RULES
+
+
+def setting(default, help: str):
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class Config:
+    # What to learn
+    model: str = setting("Qwen/Qwen2.5-0.5B-Instruct", "a chat model: its Hugging Face name, or its folder")
+    data: str = setting(
+        "gsm8k", "gsm8k (from the hub), easy (made here), or a folder with {train,test}.jsonl"
+    )
+    name: str = setting("gsm8k", "name of the run: its files go to runs/NAME, beside pods.py")
+    seed: int = setting(0, "decides the order of the problems and the sampling")
+    # Down-sampling
+    n: int = setting(64, "rollouts generated for each prompt")
+    m: int = setting(16, "rollouts kept of the n; m = n is plain GRPO")
+    rule: Literal["max_variance", "max_reward", "random"] = setting("max_variance", "which m are kept")
+    advantage_over: Literal["kept", "all"] = setting("kept", "whose mean and std normalise the advantages")
+    # Rollouts
+    prompts_per_step: int = setting(4, "problems in each step")
+    temperature: float = setting(1.0, "of the sampling, and of the policy that is trained")
+    max_prompt_tokens: int = setting(512, "longest prompt, in tokens")
+    max_new_tokens: int = setting(512, "longest completion, in tokens: a longer one is cut off")
+    example: bool = setting(False, "show a solved problem in the prompt: very small models need one")
+    # Update
+    lr: float = setting(1e-6, "learning rate of AdamW, constant")
+    weight_decay: float = setting(0.0, "of AdamW")
+    clip: float = setting(
+        0.2, "epsilon: how far a ratio pi / pi_old pays off, from 1 - epsilon to 1 + epsilon"
+    )
+    kl: float = setting(0.0, "weight of the KL penalty to the starting model, loaded only if this is above 0")
+    updates_per_batch: int = setting(1, "optimizer steps on each batch of rollouts")
+    max_grad_norm: float = setting(1.0, "a longer gradient is scaled down to this norm")
+    micro_batch_tokens: int = setting(8192, "tokens in one forward pass, padding included: sets peak memory")
+    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, a third more time")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of engine and autocast; weights are float32")
+    gpu_memory_utilization: float = setting(0.35, "vLLM's share of the GPU; it returns it for each update")
+    # Length of the run
+    max_steps: int = setting(500, "steps in the run")
+    max_minutes: float = setting(0.0, "stop after so much training, evaluation not counted; 0: no limit")
+    eval_every: int = setting(50, "steps between evaluations; one more comes before the first and at the end")
+    eval_problems: int = setting(0, "how many test problems to evaluate on, from the first; 0: all")
+
+
+@dataclass
+class Rollout:
+    prompt_ids: list[int]
+    completion_ids: list[int]  # as sampled, never tokenised again; the last is eos unless it was cut off
+    logprobs: list[float]  # log pi_old of each completion token, from vLLM: the policy that really sampled
+    text: str
+    cut_off: bool
+    reward: float = 0.0
+    kept: bool = False
+    advantage: float = 0.0
+
+
+# ----- Problems
+
+
+def load_problems(data: str, split: str) -> list[dict]:
+    """The "train" or "test" problems, each {"question": ..., "answer": "reasoning #### number"}."""
+    if data == "easy":
+        return easy_problems(split)
+    if data == "gsm8k":
+        return list(load_dataset("openai/gsm8k", "main", split=split))
+    with open(Path(data) / f"{split}.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def easy_problems(split: str) -> list[dict]:
+    """One-step word problems in GSM8K's form, for models too small for GSM8K.
+
+    Each pair of numbers is in one split only, so training shows no sum, difference or product of the test.
+    """
+    forms = {
+        "+": "{0} has {1} {3} and gets {2} more. How many {3} does {0} have now?",
+        "-": "{0} has {1} {3} and gives away {2}. How many {3} are left?",
+        "*": "{0} has {1} boxes with {2} {3} in each. How many {3} are in the boxes?",
+    }
+    rng = random.Random(0)
+    pairs = [(a, b) for a in range(2, 21) for b in range(2, a + 1)]
+    rng.shuffle(pairs)
+    problems = []
+    for a, b in pairs[:50] if split == "test" else pairs[50:]:
+        for sign, result in {"+": a + b, "-": a - b, "*": a * b}.items():
+            for name in rng.sample(["Tom", "Anna", "Sam", "Lily", "Ben", "Mia"], 2) if result <= 50 else []:
+                thing = rng.choice(["apples", "pens", "books", "cards", "coins", "shells"])
+                question = forms[sign].format(name, a, b, thing)
+                problems.append({"question": question, "answer": f"{a} {sign} {b} = {result}\n#### {result}"})
+    return problems
+
+
+def problems_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
+    """Which of `count` problems step 1, 2, ... uses: passes over all of them, each in an order of its own.
+
+    A function of seed and step alone, so that a resumed run goes on with the same problems.
+    """
+    indices = []
+    for position in range((step - 1) * per_step, step * per_step):
+        epoch, place = divmod(position, count)
+        indices.append(random.Random(f"{seed}/{epoch}").sample(range(count), count)[place])
+    return indices
+
+
+# ----- Rollouts
+
+
+def start_engine(cfg: Config, on_gpu: bool) -> LLM:
+    """vLLM in this process. Starting it reseeds torch's global generator, so seed after it."""
+    if on_gpu:
+        placement = dict(gpu_memory_utilization=cfg.gpu_memory_utilization, enable_sleep_mode=True)
+    else:  # compiling would take longer than it saves in a short run
+        placement = dict(kv_cache_memory_bytes=2**30, enforce_eager=True)
+    return LLM(
+        cfg.model,
+        dtype=cfg.dtype,
+        max_model_len=cfg.max_prompt_tokens + cfg.max_new_tokens,
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from: after the temperature (trl#4159)
+        **placement,
+    )
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
+    """params.n rollouts for each prompt, in the prompts' order. Token ids go in and come out.
+
+    Ids, because vLLM would put a second BOS before a templated string (vllm#16976). Without a seed in `params`
+    it draws from torch's global generator, which the caller seeds; a seed a request is slow and fails on CPU.
+    """
+    # The prefix cache survives a change of weights (vllm#9744): start each call from an empty one.
+    assert llm.reset_prefix_cache(), "vLLM kept its prefix cache, and with it the keys of older weights"
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [
+        [
+            Rollout(
+                prompt_ids=prompt_ids,
+                completion_ids=list(completion.token_ids),
+                logprobs=[at[i].logprob for i, at in zip(completion.token_ids, completion.logprobs or [])],
+                text=completion.text,
+                cut_off=completion.finish_reason == "length",
+            )
+            for completion in output.outputs
+        ]
+        for prompt_ids, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def sync(llm: LLM, model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Put the trained weights into the engine. Each word of it matters, and no mistake would raise an error:
+
+    - state_dict(), not named_parameters(): those have no tied lm_head, and the engine would keep its old one.
+    - Cast here, or vLLM warns once a tensor.
+    - An iterator: without one, reload_weights loads the starting model from disk again (trl#5312).
+    """
+    weights = ((name, weight.detach().to(dtype)) for name, weight in model.state_dict().items())
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+
+# ----- Advantages
+
+
+def advantages(rewards: torch.Tensor, kept: torch.Tensor, over: str = "kept") -> torch.Tensor:
+    """Advantages (prompts, m), float64, of rewards (prompts, n) at the kept indices (prompts, m).
+
+        A_i = (r_i - mean) / (std + 1e-4)    for i in S, the kept subset
+
+    with mean and std over S (over="kept", the paper's choice) or over all n (over="all"); std is that of the
+    population. Equal rewards give exactly 0, not the rounding error of their mean, which 1e-4 would enlarge.
+    """
+    rewards = rewards.double()
+    kept_rewards = rewards.gather(-1, kept)
+    base = kept_rewards if over == "kept" else rewards
+    std = base.std(-1, correction=0, keepdim=True)
+    varied = base.amax(-1, keepdim=True) > base.amin(-1, keepdim=True)
+    return torch.where(varied, (kept_rewards - base.mean(-1, keepdim=True)) / (std + 1e-4), 0.0)
+
+
+# ----- Loss
+
+
+def collate(rollouts: list[Rollout], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """ids (B, L) int64, mask (B, L - 1) bool, old_logprobs (B, L - 1) and advantages (B, 1) float32.
+
+    A row is prompt, completion, padding. Column t of mask and old_logprobs is about the prediction of token
+    t + 1; mask is True where that is a completion token. It comes from lengths, never from ids: where pad = eos,
+    masking by id would drop the eos that teaches the model to stop (trl#6357). Padding on the right needs no
+    attention mask, since causal attention does not look there.
+    """
+    before = [len(r.prompt_ids) - 1 for r in rollouts]
+    ids = [torch.tensor(r.prompt_ids + r.completion_ids) for r in rollouts]
+    mask = [torch.tensor([False] * b + [True] * len(r.completion_ids)) for b, r in zip(before, rollouts)]
+    old_logprobs = [torch.tensor([0.0] * b + r.logprobs) for b, r in zip(before, rollouts)]
+    padded = [pad_sequence(rows, batch_first=True).to(device) for rows in (ids, mask, old_logprobs)]
+    return *padded, torch.tensor([[r.advantage] for r in rollouts], device=device)
+
+
+def completion_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+    """log pi(token) in nats, float32 (B, L - 1): of ids (B, L) where mask (B, L - 1) is True, 0 elsewhere."""
+    hidden = model.base_model(ids, use_cache=False).last_hidden_state[:, :-1]
+    # Only completion positions get logits: with 150,000 tokens to choose from, these are the largest tensors.
+    logits = model.get_output_embeddings()(hidden[mask]).float()  # (completion tokens, vocabulary)
+    logits = logits / temperature  # before the softmax (trl#3029)
+    chosen = logits.gather(-1, ids[:, 1:][mask].unsqueeze(-1)).squeeze(-1)
+    return torch.zeros(mask.shape, device=ids.device).masked_scatter(mask, chosen - logits.logsumexp(-1))
+
+
+def grpo_loss(logprobs, old_logprobs, advantages, mask, clip: float, ref_logprobs=None, kl: float = 0.0):
+    """The loss of each completion, (B,), and the ratio of each token, (B, T), which is 1 where mask is False.
+
+        loss_i = -mean over tokens t of [ min(ratio A_i, clamp(ratio, 1 - clip, 1 + clip) A_i) - kl k3 ]
+        ratio  = pi(t) / pi_old(t)        k3 = pi_ref(t) / pi(t) - log(pi_ref(t) / pi(t)) - 1
+
+    The paper's GRPO-PODS objective on the kept subset, with Schulman's k3 as the estimate of KL(pi, pi_ref).
+    logprobs, old_logprobs and ref_logprobs are (B, T) in nats, advantages (B, 1), mask (B, T) bool.
+    pi_old is what vLLM sampled from: this covers its rounding, and several updates on one batch, alike.
+    """
+    # Masked before exp: whatever stands in the padding, inf * 0 would be a NaN gradient under a finite loss.
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    ratio = log_ratio.exp()
+    objective = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    if ref_logprobs is not None:
+        log_ref_ratio = torch.where(mask, ref_logprobs - logprobs, 0.0)
+        objective = objective - kl * (log_ref_ratio.exp() - log_ref_ratio - 1)
+    return -(objective * mask).sum(-1) / mask.sum(-1), ratio.detach()
+
+
+# ----- Update
+
+
+def micro_batches(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
+    """Rollouts of like length together, each batch at most max_tokens with its padding, or a single rollout."""
+    length = lambda rollout: len(rollout.prompt_ids) + len(rollout.completion_ids)
+    batches = []
+    for rollout in sorted(rollouts, key=length):  # the newest is the longest, so all are padded to it
+        if not batches or length(rollout) * (len(batches[-1]) + 1) > max_tokens:
+            batches.append([])
+        batches[-1].append(rollout)
+    return batches
+
+
+def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -> dict[str, float]:
+    """One optimizer step on the mean loss of `count` = prompts * m completions. Returns its metrics.
+
+    `rollouts` may be fewer: those without a gradient can be left out. Dividing by what is left would enlarge the
+    other groups' gradients (trl#7068). The same divisor for all micro-batches also makes the accumulated
+    gradient that of the whole batch, however it is cut.
+    """
+    device = next(model.parameters()).device
+    total = torch.zeros(5, dtype=torch.float64)
+    for rows in micro_batches(rollouts, cfg.micro_batch_tokens):
+        ids, mask, old_logprobs, row_advantages = collate(rows, device)
+        ref_logprobs = None
+        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+            if ref_model is not None:
+                with torch.no_grad():
+                    ref_logprobs = completion_logprobs(ref_model, ids, mask, cfg.temperature)
+            logprobs = completion_logprobs(model, ids, mask, cfg.temperature)
+        losses, ratio = grpo_loss(
+            logprobs, old_logprobs, row_advantages, mask, cfg.clip, ref_logprobs, cfg.kl
+        )
+        loss = losses.sum() / count
+        loss.backward()
+        gap = (logprobs.detach() - old_logprobs).abs()
+        outside = (ratio - 1).abs() > cfg.clip
+        total += torch.tensor([loss.item()] + [x[mask].sum().item() for x in (mask, gap, ratio, outside)])
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+    loss, tokens, *sums = total.tolist()
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        # One NaN in the weights turns every later completion into "!!!!" (verl#721): stop before that.
+        raise FloatingPointError(
+            f"the loss is {loss} and the gradient norm {grad_norm}; no weight was changed"
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+    gap, ratio, outside = (value / max(tokens, 1) for value in sums)
+    return dict(
+        loss=loss,
+        grad_norm=grad_norm,
+        tokens_updated=tokens,
+        logprob_gap=gap,
+        ratio=ratio,
+        clip_fraction=outside,
+    )
+
+
+# ----- Training
+
+
+def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]], list[str]]:
+    """The prompt of each problem as token ids, and its gold answer."""
+    messages = [build_messages(problem["question"], cfg.example) for problem in problems]
+    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return prompts, [gold_answer(problem["answer"]) for problem in problems]
+
+
+def evaluate(llm: LLM, prompts: list[list[int]], golds: list[str], cfg: Config) -> dict[str, float]:
+    """Accuracy and format rate of greedy completions."""
+    params = SamplingParams(temperature=0.0, max_tokens=cfg.max_new_tokens)
+    texts = [group[0].text for group in generate(llm, prompts, params)]
+    return dict(
+        eval_accuracy=fmean(map(is_correct, texts, golds)), eval_format=fmean(map(is_well_formed, texts))
+    )
+
+
+def train(cfg: Config) -> None:
+    run = Path(__file__).resolve().parent / "runs" / cfg.name
+    run.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu, dtype = device.type == "cuda", getattr(torch, cfg.dtype)
+
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
+    test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
+
+    llm = start_engine(cfg, on_gpu)
+    load = lambda dtype: AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype).to(device)
+    model = load(
+        torch.float32
+    ).train()  # at lr 1e-6, 98 of 100 bf16 weights would round back to what they were
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ref_model = load(dtype).requires_grad_(False) if cfg.kl else None
+    optimizer = torch.optim.AdamW(
+        model.parameters(), cfg.lr, (0.9, 0.99), weight_decay=cfg.weight_decay, fused=True
+    )
+    sampling = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
+    step, metrics = 0, {"step": 0, "train_seconds": 0.0}
+    sync(llm, model, dtype)
+    bar = tqdm(total=cfg.max_steps, desc=cfg.name, unit="step")
+
+    while True:
+        # Evaluation, whose time does not count, then this step's line of metrics.
+        done = step >= cfg.max_steps or 0 < 60 * cfg.max_minutes <= metrics["train_seconds"]
+        if done or step % cfg.eval_every == 0:
+            metrics |= evaluate(llm, *test_set, cfg)
+            bar.write(
+                "step {step}: test accuracy {eval_accuracy:.1%}, format {eval_format:.1%}".format(**metrics)
+            )
+        with open(run / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        if done:
+            break
+        step += 1
+        started = time.perf_counter()
+
+        # n rollouts for each of the step's prompts.
+        chosen = problems_of_step(len(prompts), cfg.prompts_per_step, cfg.seed, step)
+        torch.manual_seed(cfg.seed * 1_000_003 + step)
+        groups = generate(llm, [prompts[i] for i in chosen], sampling)
+        generated = time.perf_counter()
+
+        # Rewards (prompts, n), the kept indices (prompts, m), the advantages of the kept (prompts, m).
+        for i, group in zip(chosen, groups):
+            for rollout in group:
+                rollout.reward = reward(rollout.text, golds[i])
+        rewards = torch.tensor(
+            [[rollout.reward for rollout in group] for group in groups], dtype=torch.float64
+        )
+        kept = RULES[cfg.rule](rewards, cfg.m)
+        kept_advantages = advantages(rewards, kept, cfg.advantage_over)
+        for group, row, values in zip(groups, kept.tolist(), kept_advantages.tolist()):
+            for i, value in zip(row, values):
+                group[i].kept, group[i].advantage = True, value
+
+        # The update. Groups without any advantage have no gradient (unless there is a KL penalty): no work.
+        idle = (kept_advantages == 0).all(-1)
+        learn = [r for group, out in zip(groups, idle) for r in group if r.kept and (cfg.kl > 0 or not out)]
+        if on_gpu:
+            llm.sleep(level=2)  # vLLM returns the memory of its weights and its cache
+        count = cfg.prompts_per_step * cfg.m
+        updates = [
+            update(model, ref_model, optimizer, learn, count, cfg) for _ in range(cfg.updates_per_batch)
+        ]
+
+        # The new weights into vLLM. In any other order the memory of both would not fit (vllm#15254), and an
+        # engine that woke from level 2 without a sync would talk gibberish (vllm#29341).
+        if on_gpu:
+            torch.cuda.empty_cache()
+            llm.wake_up(tags=["weights"])
+        sync(llm, model, dtype)
+        if on_gpu:
+            llm.wake_up(tags=["kv_cache"])
+        finished = time.perf_counter()
+
+        rollouts = [rollout for group in groups for rollout in group]
+        kept_rewards = rewards.gather(-1, kept)
+        metrics = {
+            "step": step,
+            "train_seconds": metrics["train_seconds"] + finished - started,
+            "generate_seconds": generated - started,
+            "update_seconds": finished - generated,
+            "tokens_generated": sum(len(r.completion_ids) for r in rollouts),
+            "reward_mean": rewards.mean().item(),
+            "reward_std": rewards.std(-1, correction=0).mean().item(),  # within a prompt's rollouts
+            "kept_reward_mean": kept_rewards.mean().item(),
+            "kept_reward_std": kept_rewards.std(-1, correction=0).mean().item(),
+            "accuracy": (rewards >= 1).double().mean().item(),  # 1 for the answer, at most 0.2 for the format
+            "format": fmean(is_well_formed(r.text) for r in rollouts),
+            "cut_off": fmean(r.cut_off for r in rollouts),
+            "groups_skipped": idle.sum().item(),
+            "entropy": -fmean(logprob for r in rollouts for logprob in r.logprobs),  # E[-log pi_old(token)]
+            "lr": cfg.lr,
+            **updates[-1],
+            "logprob_gap": updates[0]["logprob_gap"],  # engine against trainer, before the first update
+        }
+        with open(run / "rollouts.jsonl", "a") as file:
+            for r in sorted(groups[0], key=lambda r: r.reward)[:: max(1, cfg.n // 4)]:
+                row = dict(step=step, reward=r.reward, kept=r.kept, gold=golds[chosen[0]], completion=r.text)
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        bar.set_postfix_str(
+            "reward {reward_mean:.2f}, accuracy {accuracy:.0%}, {generate_seconds:.0f} s generating,"
+            " {update_seconds:.0f} s updating".format(**metrics)
+        )
+        bar.update()
+
+    bar.close()
+    model.to(torch.bfloat16).save_pretrained(run / "model")
+    tokenizer.save_pretrained(run / "model")
+
+
+if __name__ == "__main__":
+    (config,) = HfArgumentParser(Config, description=__doc__).parse_args_into_dataclasses(
+        look_for_args_file=False
+    )
+    train(config)

@@ -1,0 +1,531 @@
+"""The claims of this project, as tests: bash run_gsm8k.sh test
+
+The engine in here is the real vLLM. Where there is no model at hand, the tests make a tiny random Qwen2.
+"""
+
+import itertools
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import pods
+import rewards
+from pods import Config, Rollout, SamplingParams, advantages, collate, completion_logprobs, grpo_loss
+from sampling import RULES, max_reward, max_variance, random_subset
+
+HERE = Path(__file__).resolve().parent
+SHARED = HERE.parent / "shared"  # real data for some tests, which skip without it
+
+
+def shared(path: str) -> Path:
+    if not (SHARED / path).exists():
+        pytest.skip(f"no {SHARED / path}")
+    return SHARED / path
+
+
+# ----- Selection
+
+
+def reward_rows(count: int, n: int, kind: str, rng: random.Random) -> torch.Tensor:
+    """(count, n) rewards: graded, tied, binary, equal, or graded on top of a huge offset."""
+    draw = {
+        "graded": lambda: rng.random(),
+        "tied": lambda: rng.choice([0.0, 0.025, 0.1, 1.0, 1.2]),
+        "binary": lambda: float(rng.random() < 0.3),
+        "equal": lambda: 0.7,
+        "offset": lambda: 1e8 + rng.choice([0.0, 0.5, 1.0]),
+        "huge": lambda: rng.uniform(-1e200, 1e200),
+    }[kind]
+    return torch.tensor([[draw() for _ in range(n)] for _ in range(count)], dtype=torch.float64)
+
+
+def variance(rewards: list[float]) -> float:
+    mean = math.fsum(rewards) / len(rewards)
+    return math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)
+
+
+@pytest.mark.parametrize("kind", ["graded", "tied", "binary", "equal", "offset"])
+def test_max_variance_is_the_best_of_all_subsets(kind):
+    rng = random.Random(kind)
+    for n in range(1, 10):
+        for m in range(1, n + 1):
+            rewards = reward_rows(3, n, kind, rng)
+            for row, kept in zip(rewards.tolist(), max_variance(rewards, m).tolist()):
+                assert len(set(kept)) == m and set(kept) <= set(range(n))
+                best = max(variance(subset) for subset in itertools.combinations(row, m))
+                assert variance([row[i] for i in kept]) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+def test_max_variance_survives_rewards_whose_squares_overflow():
+    rewards = reward_rows(20, 8, "huge", random.Random(0))
+    assert torch.equal(max_variance(rewards, 4), max_variance(rewards / 1e200, 4))
+
+
+def test_max_variance_gives_its_worked_example():
+    assert max_variance(torch.tensor([0.2, 1.0, 0.1, 0.8, 0.0]), 3).tolist() == [1, 2, 4]
+
+
+def test_max_variance_keeps_half_and_half_of_binary_rewards():
+    for ones, m, kept_ones in [
+        (8, 8, 4),
+        (2, 8, 2),
+        (14, 8, 6),
+        (8, 5, 3),
+        (1, 16, 1),
+        (0, 4, 0),
+        (16, 4, 4),
+    ]:
+        rewards = torch.tensor([1.0] * ones + [0.0] * (16 - ones))
+        assert rewards[max_variance(rewards, m)].sum() == kept_ones, (ones, m)
+
+
+def test_max_variance_breaks_ties_as_documented():
+    equal = torch.full((6,), 0.1, dtype=torch.float64)
+    assert max_variance(equal, 4).tolist() == [0, 1, 4, 5]  # balanced; first of the row, last of the row
+    assert max_variance(equal, 3).tolist() == [0, 1, 5]  # two equally balanced: the one with more at the top
+    assert max_variance(torch.tensor([0.0, 3.0, 1.0]), 1).tolist() == [1]  # m = 1: the best
+    # k = 1 and k = 2 have the same variance, but not the same rounding: the larger k, whichever way it rounds.
+    for scale in [1.0, 0.1, 0.3, 7e-5, 1e9]:
+        row = torch.tensor([1.0, 0.9, 0.2, 0.1, 0.0], dtype=torch.float64) * scale
+        assert max_variance(row, 3).tolist() == [0, 1, 4], scale
+
+
+def test_rows_are_selected_independently_for_every_rule():
+    rewards = torch.rand(2, 5, 12, generator=torch.Generator().manual_seed(0))
+    for name, rule in RULES.items():
+        kept = rule(rewards, 4)
+        assert kept.shape == (2, 5, 4) and kept.dtype == torch.int64
+        assert all(len(set(row)) == 4 for row in kept.view(-1, 4).tolist())
+        if name != "random":
+            for i, j in itertools.product(range(2), range(5)):
+                assert torch.equal(kept[i, j], rule(rewards[i, j], 4))
+
+
+def test_every_rule_keeps_everything_when_m_is_n():
+    rewards = torch.rand(3, 7)
+    for rule in RULES.values():
+        assert torch.equal(rule(rewards, 7).sort(-1).values, torch.arange(7).expand(3, 7))
+
+
+def test_max_reward_keeps_the_highest():
+    assert max_reward(torch.tensor([0.1, 0.9, 0.9, 0.3]), 3).tolist() == [1, 2, 3]
+
+
+def test_random_subsets_are_uniform_and_follow_the_generator():
+    rewards = torch.zeros(6000, 4)
+    kept = random_subset(rewards, 2, torch.Generator().manual_seed(1))
+    assert torch.equal(kept, random_subset(rewards, 2, torch.Generator().manual_seed(1)))
+    pairs = Counter(tuple(sorted(row)) for row in kept.tolist())
+    assert len(pairs) == 6 and all(abs(count - 1000) < 150 for count in pairs.values())  # 5 sigma
+
+
+@pytest.mark.parametrize("rule", RULES.values())
+@pytest.mark.parametrize(
+    "rewards, m, named",
+    [
+        ([1.0, 2.0], 0, "m = 0"),
+        ([1.0, 2.0], 3, "m = 3"),
+        ([1.0, math.nan], 1, "nan"),
+        ([1.0, -math.inf], 1, "-inf"),
+        ([], 1, r"\(0,\)"),
+    ],
+)
+def test_rules_name_the_bad_value(rule, rewards, m, named):
+    with pytest.raises(ValueError, match=named):
+        rule(torch.tensor(rewards), m)
+
+
+# ----- Problems
+
+
+def test_easy_problems_share_no_numbers_between_train_and_test():
+    pairs = {}
+    for split in ("train", "test"):
+        problems = pods.easy_problems(split)
+        assert problems == pods.easy_problems(split)
+        numbers = [tuple(sorted(re.findall(r"\d+", p["question"]))) for p in problems]
+        assert all(len(pair) == 2 for pair in numbers)
+        assert all(eval(p["answer"].split("=")[0]) == int(rewards.gold_answer(p["answer"])) for p in problems)
+        pairs[split] = set(numbers)
+        assert len({p["question"] for p in problems}) == len(problems) >= 200
+    assert not pairs["train"] & pairs["test"]
+
+
+def test_problems_are_a_function_of_seed_and_step_and_each_pass_sees_all():
+    steps = [pods.problems_of_step(10, 4, seed=3, step=step) for step in range(1, 6)]
+    assert steps == [pods.problems_of_step(10, 4, seed=3, step=step) for step in range(1, 6)]
+    order = sum(steps, [])
+    assert sorted(order[:10]) == sorted(order[10:]) == list(range(10)) and order[:10] != order[10:]
+    assert pods.problems_of_step(10, 4, seed=4, step=1) != steps[0]
+
+
+# ----- Advantages and loss
+
+
+def test_advantages_by_hand():
+    # Kept 1.0 and 0.0: mean 0.5, std 0.5. All four: mean 0.5, squares 0.25 0.25 0.01 0.01, std sqrt(0.13).
+    rewards_, kept = torch.tensor([[0.4, 1.0, 0.0, 0.6]]), torch.tensor([[1, 2]])
+    a = 0.5 / (0.5 + 1e-4)
+    assert advantages(rewards_, kept).tolist() == [pytest.approx([a, -a])]
+    a = 0.5 / (math.sqrt(0.13) + 1e-4)
+    assert advantages(rewards_, kept, "all").tolist() == [pytest.approx([a, -a])]
+
+
+def test_equal_rewards_have_exactly_no_advantage():
+    for value in [0.1, 1.2, 1 / 3]:
+        rewards_ = torch.full((1, 16), value, dtype=torch.float64)
+        for over in ("kept", "all"):
+            assert (advantages(rewards_, torch.arange(5)[None], over) == 0).all()
+
+
+def test_each_prompt_is_normalised_by_its_own_rewards():
+    rewards_ = torch.tensor([[1.0, 0.0, 0.5], [9.0, 5.0, 9.0]])
+    kept = max_variance(rewards_, 2)
+    both = advantages(rewards_, kept)
+    assert torch.equal(both[1:], advantages(rewards_[1:], kept[1:]))
+    assert both[1].tolist() == pytest.approx([2 / 2.0001, -2 / 2.0001])
+
+
+def test_loss_by_hand():
+    log = math.log
+    logprobs = torch.tensor([[log(0.5), log(0.9), 7.0], [log(0.2), log(0.1), log(0.3)]])
+    old = torch.tensor([[log(0.4), log(0.3), -9.0], [log(0.4), log(0.1), log(0.2)]])
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    A = torch.tensor([[2.0], [-1.0]])
+    losses, ratio = grpo_loss(logprobs, old, A, mask, clip=0.2)
+    # Ratios 1.25 and 3, both clipped to 1.2, times 2. Ratios 0.5 (clipped to 0.8: worse), 1 and 1.5, times -1.
+    assert losses.tolist() == pytest.approx([-(2.4 + 2.4) / 2, (0.8 + 1.0 + 1.5) / 3])
+    assert ratio.tolist() == [pytest.approx([1.25, 3.0, 1.0]), pytest.approx([0.5, 1.0, 1.5])]
+    # k3 with pi_ref / pi = 2 at one token and 1 elsewhere: 2 - log 2 - 1.
+    ref = logprobs.clone()
+    ref[0, 0] += log(2)
+    with_kl, _ = grpo_loss(logprobs, old, A, mask, 0.2, ref, kl=0.5)
+    assert (with_kl - losses).tolist() == pytest.approx([0.5 * (1 - log(2)) / 2, 0.0], abs=1e-6)
+
+
+def test_what_stands_in_the_padding_cannot_reach_the_gradient():
+    logprobs = torch.tensor([[-1.0, 200.0]], requires_grad=True)
+    mask = torch.tensor([[True, False]])
+    losses, _ = grpo_loss(
+        logprobs, torch.tensor([[-1.0, -200.0]]), torch.ones(1, 1), mask, 0.2, torch.zeros(1, 2), 0.1
+    )
+    losses.sum().backward()
+    assert torch.isfinite(losses).all() and torch.isfinite(logprobs.grad).all() and logprobs.grad[0, 1] == 0
+
+
+# ----- The update, on a tiny model
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A random Qwen2 in a folder, with tied embeddings and a byte-level tokenizer whose pad is its eos.
+
+    Each tag is one token, so that now and then a random completion has one, and rewards vary.
+    """
+    folder = tmp_path_factory.mktemp("tiny")
+    byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(byte_tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
+    tokenizer.add_tokens(list(rewards.TAGS))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(tiny):
+    return AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).train()
+
+
+def cpu_config(tiny, **settings) -> Config:
+    base = Config(model=str(tiny), dtype="float32", n=8, m=4, max_prompt_tokens=512, max_new_tokens=24)
+    return replace(base, **settings)
+
+
+EOS = 256
+
+
+def some_rollouts(count: int, rng: random.Random) -> list[Rollout]:
+    """Rollouts of many lengths, with eos at the end and inside of the prompt, and a pi_old off the policy."""
+    rollouts = []
+    for _ in range(count):
+        prompt = [rng.randrange(256) for _ in range(rng.randint(1, 30))] + [EOS] + [rng.randrange(256)]
+        completion = [rng.randrange(256) for _ in range(rng.randint(0, 20))] + [EOS]
+        old = [rng.uniform(-7, -4) for _ in completion]
+        rollouts.append(Rollout(prompt, completion, old, "", False, kept=True, advantage=rng.gauss(0, 1)))
+    return rollouts
+
+
+def naive_loss(model, rollout: Rollout, temperature: float, clip: float) -> torch.Tensor:
+    """The loss of one completion, token by token, without batches, padding or masks."""
+    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+    log_softmax = (model(ids).logits[0] / temperature).log_softmax(-1)
+    total, P, A = 0.0, len(rollout.prompt_ids), rollout.advantage
+    for t, token in enumerate(rollout.completion_ids):
+        ratio = (log_softmax[P + t - 1, token] - rollout.logprobs[t]).exp()
+        total = total + torch.min(ratio * A, ratio.clamp(1 - clip, 1 + clip) * A)
+    return -total / len(rollout.completion_ids)
+
+
+def gradient(model) -> torch.Tensor:
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    model.zero_grad()
+    return flat
+
+
+class KeepGradient:
+    """In the optimizer's place: leaves weights and gradients as they are, for a look at the gradient."""
+
+    step = zero_grad = lambda self: None
+
+
+def update_gradient(model, rollouts, count=None, ref_model=None, **settings) -> tuple[torch.Tensor, dict]:
+    cfg = Config(dtype="float32", max_grad_norm=math.inf, **settings)
+    metrics = pods.update(model, ref_model, KeepGradient(), rollouts, count or len(rollouts), cfg)
+    return gradient(model), metrics
+
+
+def test_the_gradient_is_that_of_a_loop_over_single_completions(model):
+    rollouts = some_rollouts(7, random.Random(0))
+    losses = [naive_loss(model, r, temperature=0.7, clip=0.2) for r in rollouts]
+    (sum(losses) / 7).backward()
+    expected = gradient(model)
+    found, metrics = update_gradient(model, rollouts, temperature=0.7)
+    assert metrics["loss"] == pytest.approx(sum(losses).item() / 7, rel=1e-4)
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_accumulated_gradient_is_the_full_batch_gradient(model):
+    rollouts = some_rollouts(9, random.Random(1))
+    whole, _ = update_gradient(model, rollouts, micro_batch_tokens=10_000)
+    for tokens in (1, 60, 150):
+        assert len(pods.micro_batches(rollouts, tokens)) > 1
+        cut, _ = update_gradient(model, rollouts, micro_batch_tokens=tokens)
+        assert (cut - whole).norm() < 1e-5 * whole.norm()
+
+
+def test_micro_batches_hold_every_rollout_once_within_the_limit():
+    rollouts = some_rollouts(40, random.Random(2))
+    batches = pods.micro_batches(rollouts, 120)
+    assert sorted(map(id, sum(batches, []))) == sorted(map(id, rollouts))
+    for batch in batches:
+        longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in batch)
+        assert len(batch) == 1 or longest * len(batch) <= 120
+
+
+def test_groups_without_gradient_can_be_left_out_if_the_denominator_stays(model):
+    rollouts = some_rollouts(8, random.Random(3))
+    for r in rollouts[4:]:
+        r.advantage = 0.0
+    whole, _ = update_gradient(model, rollouts)
+    left, _ = update_gradient(model, rollouts[:4], count=8)
+    assert (left - whole).norm() < 1e-5 * whole.norm()
+
+
+def test_plain_grpo_is_m_equal_to_n(model):
+    rng = random.Random(4)
+    groups = [some_rollouts(6, rng) for _ in range(2)]
+    rewards_ = torch.tensor([[rng.choice([0.0, 0.1, 1.2]) for _ in range(6)] for _ in groups])
+    naive = 0.0
+    for group, row in zip(groups, rewards_.tolist()):
+        mean = sum(row) / 6
+        std = math.sqrt(sum((r - mean) ** 2 for r in row) / 6)
+        for rollout, r in zip(group, row):
+            rollout.advantage = (r - mean) / (std + 1e-4)
+            naive = naive + naive_loss(model, rollout, 1.0, 0.2) / 12
+    naive.backward()
+    expected = gradient(model)
+    for rule in RULES.values():
+        kept = rule(rewards_, 6)
+        learn = []
+        for group, row, values in zip(groups, kept.tolist(), advantages(rewards_, kept).tolist()):
+            learn += [replace(group[i], advantage=value) for i, value in zip(row, values)]
+        found, _ = update_gradient(model, learn)
+        assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_the_mask_keeps_the_eos_that_ends_a_completion_and_no_prompt_token():
+    first, second = Rollout([5, EOS], [7, EOS], [-1.0, -2.0], "", False), Rollout([6], [8], [-3.0], "", True)
+    ids, mask, old_logprobs, _ = collate([first, second], torch.device("cpu"))
+    assert ids.tolist() == [[5, EOS, 7, EOS], [6, 8, 0, 0]]
+    assert mask.tolist() == [[False, True, True], [True, False, False]]
+    assert old_logprobs.tolist() == [[0.0, -1.0, -2.0], [-3.0, 0.0, 0.0]]
+
+
+def test_the_kl_penalty_is_zero_at_the_start_and_pulls_back_later(model, tiny):
+    rollouts = some_rollouts(4, random.Random(5))
+    for r in rollouts:
+        r.advantage = 0.0
+    ref = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    at_start, metrics = update_gradient(model, rollouts, ref_model=ref, kl=0.1)
+    assert at_start.norm() < 1e-6 and metrics["loss"] == pytest.approx(0, abs=1e-7)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.02)
+    _, metrics = update_gradient(model, rollouts, ref_model=ref, kl=0.1)
+    assert metrics["loss"] > 1e-4
+
+
+def test_a_nan_stops_before_the_weights_change(model):
+    rollouts = some_rollouts(3, random.Random(6))
+    rollouts[1].advantage = math.nan
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    with pytest.raises(FloatingPointError, match="nan"):
+        pods.update(model, None, optimizer, rollouts, 3, Config(dtype="float32"))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(model):
+    rollouts = some_rollouts(4, random.Random(7))
+    plain, _ = update_gradient(model, rollouts)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    again, _ = update_gradient(model, rollouts)
+    assert (again - plain).norm() < 1e-5 * plain.norm()
+
+
+# ----- The engine: the real vLLM, in this process
+
+
+@pytest.fixture(scope="module")
+def llm(tiny):
+    return pods.start_engine(cpu_config(tiny), torch.cuda.is_available())
+
+
+def engine_gap(llm, model, temperature: float, seed: int = 0) -> tuple[float, list[list[Rollout]]]:
+    """The largest difference between the log-probs of engine and trainer on fresh rollouts, in nats."""
+    # Longer than a block of the prefix cache (128 tokens on CPU), or a stale cache would go unnoticed.
+    prompts = [[7, 11, 13] * 60 + [i] for i in range(3)]
+    torch.manual_seed(seed)
+    groups = pods.generate(
+        llm, prompts, SamplingParams(n=4, temperature=temperature, max_tokens=24, logprobs=0)
+    )
+    ids, mask, old_logprobs, _ = collate(sum(groups, []), torch.device("cpu"))
+    with torch.no_grad():
+        logprobs = completion_logprobs(model, ids, mask, temperature)
+    return (logprobs - old_logprobs).abs().max().item(), groups
+
+
+def test_engine_and_trainer_agree_before_and_after_an_update(llm, model, tiny):
+    pods.sync(llm, model, torch.float32)
+    gap, groups = engine_gap(llm, model, temperature=0.5)
+    assert gap < 1e-3
+    assert all(len(group) == 4 for group in groups)
+    for rollout in sum(groups, []):
+        assert rollout.cut_off == (rollout.completion_ids[-1] != EOS) and len(rollout.completion_ids) <= 24
+        assert len(rollout.logprobs) == len(rollout.completion_ids)
+
+    rollouts = sum(groups, [])
+    for i, rollout in enumerate(rollouts):
+        rollout.advantage = (-1.0) ** i
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    cfg = cpu_config(tiny, temperature=0.5)
+    first = pods.update(model, None, optimizer, rollouts, len(rollouts), cfg)
+    assert first["logprob_gap"] < 1e-4 and first["ratio"] == pytest.approx(1, abs=1e-3)
+    assert first["clip_fraction"] == 0
+    stale_gap, _ = engine_gap(llm, model, temperature=0.5)
+    assert stale_gap > 0.1  # so the update was large enough to be seen
+    pods.sync(llm, model, torch.float32)
+    gap, _ = engine_gap(llm, model, temperature=0.5)
+    assert gap < 1e-3
+
+
+def test_sampling_follows_the_global_seed_and_not_the_calls_before(llm, model):
+    pods.sync(llm, model, torch.float32)
+    _, first = engine_gap(llm, model, 1.0, seed=1)
+    pods.evaluate(llm, [[7, 11, 13] * 60 + [0]], ["1"], Config(max_new_tokens=8))
+    _, second = engine_gap(llm, model, 1.0, seed=1)
+    _, other = engine_gap(llm, model, 1.0, seed=2)
+    assert first == second != other
+
+
+def test_many_prompts_with_many_rollouts_each(llm):
+    params = SamplingParams(n=8, temperature=1.0, max_tokens=4, logprobs=0)
+    groups = pods.generate(llm, [[i] * (100 + i) for i in range(16)], params)
+    assert [len(group) for group in groups] == [8] * 16
+    assert all(r.prompt_ids == [i] * (100 + i) for i, group in enumerate(groups) for r in group)
+
+
+# ----- Whole runs, as processes
+
+
+def run_pods(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """pods.py from a copy in `folder`, so that its runs/ is there and not in the repository."""
+    folder.mkdir(exist_ok=True)
+    for file in ("pods.py", "sampling.py", "rewards.py"):
+        shutil.copy(HERE / file, folder)
+    command = [sys.executable, str(folder / "pods.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+TINY_RUN = ["--n=6", "--m=3", "--prompts-per-step=2", "--max-prompt-tokens=1200", "--max-new-tokens=12"]
+TINY_RUN += ["--max-steps=2", "--eval-every=1", "--eval-problems=8", "--lr=1e-3"]
+
+
+def test_two_steps_on_gsm8k_and_the_result_loads(tiny, tmp_path):
+    data = shared("gsm8k")
+    done = run_pods(tmp_path / "a", f"--model={tiny}", f"--data={data}", "--name=x", *TINY_RUN)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "a" / "runs" / "x"
+    metrics = read_jsonl(run / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [0, 1, 2] and all("eval_accuracy" in row for row in metrics)
+    assert {type(value) for row in metrics for value in row.values()} <= {int, float}
+    assert metrics[2]["train_seconds"] > metrics[1]["train_seconds"] > 0
+    rollouts = read_jsonl(run / "rollouts.jsonl")
+    assert {row["step"] for row in rollouts} == {1, 2}
+    assert {"reward", "kept", "completion"} <= rollouts[0].keys()
+    trained = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert trained.dtype == torch.bfloat16
+    start = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).state_dict()
+    assert all(not torch.equal(value, start[name]) for name, value in trained.state_dict().items())
+
+
+def test_runs_repeat_from_the_seed_and_vllm_loads_their_result(tiny, tmp_path):
+    timings = ("train_seconds", "generate_seconds", "update_seconds")
+    easy = ["--data=easy", "--name=x", "--dtype=float32", *TINY_RUN]
+    runs = []
+    for name in ("a", "b"):
+        done = run_pods(tmp_path / name, f"--model={tiny}", *easy)
+        assert done.returncode == 0, done.stderr[-3000:]
+        rows = read_jsonl(tmp_path / name / "runs" / "x" / "metrics.jsonl")
+        runs.append([{k: v for k, v in row.items() if k not in timings} for row in rows])
+    assert runs[0] == runs[1]
+    model = tmp_path / "a" / "runs" / "x" / "model"
+    done = run_pods(tmp_path / "c", f"--model={model}", *easy, "--max-steps=0")
+    assert done.returncode == 0, done.stderr[-3000:]
