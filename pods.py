@@ -20,7 +20,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import json
 import math
 import random
+import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -29,12 +31,16 @@ from typing import Literal
 import torch
 from datasets import load_dataset
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim import AdamW
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from vllm import LLM, SamplingParams
 
+from extras.easy import easy_problems
 from rewards import build_messages, gold_answer, is_correct, is_well_formed, reward
 from sampling import RULES
+
+HERE = Path(__file__).resolve().parent
 
 
 def setting(default, help: str):
@@ -87,13 +93,10 @@ class Rollout:
     completion_ids: list[int]  # as sampled, never tokenised again; the last is eos unless it was cut off
     logprobs: list[float]  # log pi_old of each completion token, from vLLM: the policy that really sampled
     text: str
-    cut_off: bool
+    truncated: bool
     reward: float = 0.0
     kept: bool = False
     advantage: float = 0.0
-
-
-# ----- Problems
 
 
 def load_problems(data: str, split: str) -> list[dict]:
@@ -106,42 +109,13 @@ def load_problems(data: str, split: str) -> list[dict]:
         return [json.loads(line) for line in file]
 
 
-def easy_problems(split: str) -> list[dict]:
-    """One-step word problems in GSM8K's form, for models too small for GSM8K.
-
-    Each pair of numbers is in one split only, so training shows no sum, difference or product of the test.
-    """
-    forms = {
-        "+": "{0} has {1} {3} and gets {2} more. How many {3} does {0} have now?",
-        "-": "{0} has {1} {3} and gives away {2}. How many {3} are left?",
-        "*": "{0} has {1} boxes with {2} {3} in each. How many {3} are in the boxes?",
-    }
-    rng = random.Random(0)
-    pairs = [(a, b) for a in range(2, 21) for b in range(2, a + 1)]
-    rng.shuffle(pairs)
-    problems = []
-    for a, b in pairs[:50] if split == "test" else pairs[50:]:
-        for sign, result in {"+": a + b, "-": a - b, "*": a * b}.items():
-            for name in rng.sample(["Tom", "Anna", "Sam", "Lily", "Ben", "Mia"], 2) if result <= 50 else []:
-                thing = rng.choice(["apples", "pens", "books", "cards", "coins", "shells"])
-                question = forms[sign].format(name, a, b, thing)
-                problems.append({"question": question, "answer": f"{a} {sign} {b} = {result}\n#### {result}"})
-    return problems
-
-
 def problems_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
-    """Which of `count` problems step 1, 2, ... uses: passes over all of them, each in an order of its own.
+    """Indices of the problems of step 1, 2, ...: passes over all `count`, each in an order of its own.
 
     A function of seed and step alone, so that a resumed run goes on with the same problems.
     """
-    indices = []
-    for position in range((step - 1) * per_step, step * per_step):
-        epoch, place = divmod(position, count)
-        indices.append(random.Random(f"{seed}/{epoch}").sample(range(count), count)[place])
-    return indices
-
-
-# ----- Rollouts
+    passes = [divmod(i, count) for i in range((step - 1) * per_step, step * per_step)]
+    return [random.Random(f"{seed}/{p}").sample(range(count), count)[place] for p, place in passes]
 
 
 def start_engine(cfg: Config, on_gpu: bool) -> LLM:
@@ -154,7 +128,7 @@ def start_engine(cfg: Config, on_gpu: bool) -> LLM:
         cfg.model,
         dtype=cfg.dtype,
         max_model_len=cfg.max_prompt_tokens + cfg.max_new_tokens,
-        logprobs_mode="processed_logprobs",  # of the distribution sampled from: after the temperature (trl#4159)
+        logprobs_mode="processed_logprobs",  # of what is sampled from: after the temperature (trl#4159)
         **placement,
     )
 
@@ -162,25 +136,20 @@ def start_engine(cfg: Config, on_gpu: bool) -> LLM:
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
     """params.n rollouts for each prompt, in the prompts' order. Token ids go in and come out.
 
-    Ids, because vLLM would put a second BOS before a templated string (vllm#16976). Without a seed in `params`
-    it draws from torch's global generator, which the caller seeds; a seed a request is slow and fails on CPU.
+    Ids, because vLLM would put a second BOS before a templated string (vllm#16976). Without a seed in
+    `params` it draws from torch's global generator, which the caller seeds; a seed for each request is slow,
+    and fails on CPU.
     """
     # The prefix cache survives a change of weights (vllm#9744): start each call from an empty one.
     assert llm.reset_prefix_cache(), "vLLM kept its prefix cache, and with it the keys of older weights"
+
+    def rollout(prompt_ids: list[int], sampled) -> Rollout:
+        logprobs = [at[token].logprob for token, at in zip(sampled.token_ids, sampled.logprobs or [])]
+        truncated = sampled.finish_reason == "length"
+        return Rollout(prompt_ids, list(sampled.token_ids), logprobs, sampled.text, truncated)
+
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [
-        [
-            Rollout(
-                prompt_ids=prompt_ids,
-                completion_ids=list(completion.token_ids),
-                logprobs=[at[i].logprob for i, at in zip(completion.token_ids, completion.logprobs or [])],
-                text=completion.text,
-                cut_off=completion.finish_reason == "length",
-            )
-            for completion in output.outputs
-        ]
-        for prompt_ids, output in zip(prompts, outputs, strict=True)
-    ]
+    return [[rollout(ids, sampled) for sampled in output.outputs] for ids, output in zip(prompts, outputs)]
 
 
 def sync(llm: LLM, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -192,9 +161,6 @@ def sync(llm: LLM, model: torch.nn.Module, dtype: torch.dtype) -> None:
     """
     weights = ((name, weight.detach().to(dtype)) for name, weight in model.state_dict().items())
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-
-
-# ----- Advantages
 
 
 def advantages(rewards: torch.Tensor, kept: torch.Tensor, over: str = "kept") -> torch.Tensor:
@@ -213,16 +179,13 @@ def advantages(rewards: torch.Tensor, kept: torch.Tensor, over: str = "kept") ->
     return torch.where(varied, (kept_rewards - base.mean(-1, keepdim=True)) / (std + 1e-4), 0.0)
 
 
-# ----- Loss
-
-
 def collate(rollouts: list[Rollout], device: torch.device) -> tuple[torch.Tensor, ...]:
     """ids (B, L) int64, mask (B, L - 1) bool, old_logprobs (B, L - 1) and advantages (B, 1) float32.
 
     A row is prompt, completion, padding. Column t of mask and old_logprobs is about the prediction of token
-    t + 1; mask is True where that is a completion token. It comes from lengths, never from ids: where pad = eos,
-    masking by id would drop the eos that teaches the model to stop (trl#6357). Padding on the right needs no
-    attention mask, since causal attention does not look there.
+    t + 1; mask is True where that is a completion token. It comes from lengths, never from ids: where pad =
+    eos, masking by id would drop the eos that teaches the model to stop (trl#6357). Padding on the right
+    needs no attention mask: causal attention does not look there.
     """
     before = [len(r.prompt_ids) - 1 for r in rollouts]
     ids = [torch.tensor(r.prompt_ids + r.completion_ids) for r in rollouts]
@@ -262,11 +225,8 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, clip: float, ref_logprob
     return -(objective * mask).sum(-1) / mask.sum(-1), ratio.detach()
 
 
-# ----- Update
-
-
 def micro_batches(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
-    """Rollouts of like length together, each batch at most max_tokens with its padding, or a single rollout."""
+    """Rollouts of like length together, each batch at most max_tokens with its padding, or one rollout."""
     length = lambda rollout: len(rollout.prompt_ids) + len(rollout.completion_ids)
     batches = []
     for rollout in sorted(rollouts, key=length):  # the newest is the longest, so all are padded to it
@@ -279,12 +239,11 @@ def micro_batches(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout
 def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -> dict[str, float]:
     """One optimizer step on the mean loss of `count` = prompts * m completions. Returns its metrics.
 
-    `rollouts` may be fewer: those without a gradient can be left out. Dividing by what is left would enlarge the
-    other groups' gradients (trl#7068). The same divisor for all micro-batches also makes the accumulated
-    gradient that of the whole batch, however it is cut.
+    `rollouts` may be fewer: those without a gradient can be left out. Dividing by what is left would enlarge
+    the others' gradients (trl#7068). One divisor for all micro-batches also makes the accumulated gradient
+    that of the whole batch, however it is cut.
     """
-    device = next(model.parameters()).device
-    total = torch.zeros(5, dtype=torch.float64)
+    device, totals = next(model.parameters()).device, Counter()
     for rows in micro_batches(rollouts, cfg.micro_batch_tokens):
         ids, mask, old_logprobs, row_advantages = collate(rows, device)
         ref_logprobs = None
@@ -298,30 +257,22 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
         )
         loss = losses.sum() / count
         loss.backward()
-        gap = (logprobs.detach() - old_logprobs).abs()
-        outside = (ratio - 1).abs() > cfg.clip
-        total += torch.tensor([loss.item()] + [x[mask].sum().item() for x in (mask, gap, ratio, outside)])
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
-    loss, tokens, *sums = total.tolist()
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        # One NaN in the weights turns every later completion into "!!!!" (verl#721): stop before that.
-        raise FloatingPointError(
-            f"the loss is {loss} and the gradient norm {grad_norm}; no weight was changed"
+        per_token = dict(
+            tokens_updated=mask,
+            logprob_gap=(logprobs.detach() - old_logprobs).abs(),
+            ratio=ratio,
+            clip_fraction=(ratio - 1).abs() > cfg.clip,
         )
+        totals.update(loss=loss.item(), **{key: value[mask].sum().item() for key, value in per_token.items()})
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
+    if not math.isfinite(totals["loss"] + grad_norm):
+        # One NaN in the weights turns every later completion into "!!!!" (verl#721): stop before that.
+        raise FloatingPointError(f"loss {totals['loss']}, gradient norm {grad_norm}; no weight was changed")
     optimizer.step()
     optimizer.zero_grad()
-    gap, ratio, outside = (value / max(tokens, 1) for value in sums)
-    return dict(
-        loss=loss,
-        grad_norm=grad_norm,
-        tokens_updated=tokens,
-        logprob_gap=gap,
-        ratio=ratio,
-        clip_fraction=outside,
-    )
-
-
-# ----- Training
+    for key in ("logprob_gap", "ratio", "clip_fraction"):
+        totals[key] /= max(totals["tokens_updated"], 1)
+    return dict(totals) | {"grad_norm": grad_norm}
 
 
 def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]], list[str]]:
@@ -333,15 +284,16 @@ def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]
 
 def evaluate(llm: LLM, prompts: list[list[int]], golds: list[str], cfg: Config) -> dict[str, float]:
     """Accuracy and format rate of greedy completions."""
-    params = SamplingParams(temperature=0.0, max_tokens=cfg.max_new_tokens)
-    texts = [group[0].text for group in generate(llm, prompts, params)]
-    return dict(
-        eval_accuracy=fmean(map(is_correct, texts, golds)), eval_format=fmean(map(is_well_formed, texts))
-    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=cfg.max_new_tokens)
+    texts = [group[0].text for group in generate(llm, prompts, greedy)]
+    return {
+        "eval_accuracy": fmean(map(is_correct, texts, golds)),
+        "eval_format": fmean(map(is_well_formed, texts)),
+    }
 
 
 def train(cfg: Config) -> None:
-    run = Path(__file__).resolve().parent / "runs" / cfg.name
+    run = HERE / "runs" / cfg.name
     run.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu, dtype = device.type == "cuda", getattr(torch, cfg.dtype)
@@ -349,31 +301,29 @@ def train(cfg: Config) -> None:
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
     test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
-
     llm = start_engine(cfg, on_gpu)
-    load = lambda dtype: AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype).to(device)
-    model = load(
-        torch.float32
-    ).train()  # at lr 1e-6, 98 of 100 bf16 weights would round back to what they were
+    # float32 weights: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they were.
+    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32).to(device).train()
+    ref_model = None
+    if cfg.kl > 0:
+        ref_model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype).to(device).eval()
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    ref_model = load(dtype).requires_grad_(False) if cfg.kl else None
-    optimizer = torch.optim.AdamW(
-        model.parameters(), cfg.lr, (0.9, 0.99), weight_decay=cfg.weight_decay, fused=True
+    optimizer = AdamW(
+        model.parameters(), cfg.lr, betas=(0.9, 0.99), weight_decay=cfg.weight_decay, fused=True
     )
     sampling = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
-    step, metrics = 0, {"step": 0, "train_seconds": 0.0}
     sync(llm, model, dtype)
+    step, metrics = 0, {"step": 0, "train_seconds": 0.0}
     bar = tqdm(total=cfg.max_steps, desc=cfg.name, unit="step")
 
     while True:
-        # Evaluation, whose time does not count, then this step's line of metrics.
+        # Evaluation, which is not training time, and the line of metrics of the step before.
         done = step >= cfg.max_steps or 0 < 60 * cfg.max_minutes <= metrics["train_seconds"]
         if done or step % cfg.eval_every == 0:
             metrics |= evaluate(llm, *test_set, cfg)
-            bar.write(
-                "step {step}: test accuracy {eval_accuracy:.1%}, format {eval_format:.1%}".format(**metrics)
-            )
+            reached = "test accuracy {eval_accuracy:.1%}, format {eval_format:.1%}".format(**metrics)
+            bar.write(f"step {step}: {reached}")
         with open(run / "metrics.jsonl", "a") as file:
             file.write(json.dumps(metrics) + "\n")
         if done:
@@ -387,31 +337,29 @@ def train(cfg: Config) -> None:
         groups = generate(llm, [prompts[i] for i in chosen], sampling)
         generated = time.perf_counter()
 
-        # Rewards (prompts, n), the kept indices (prompts, m), the advantages of the kept (prompts, m).
+        # Rewards (prompts, n), the indices of the kept (prompts, m), their advantages (prompts, m).
         for i, group in zip(chosen, groups):
             for rollout in group:
                 rollout.reward = reward(rollout.text, golds[i])
-        rewards = torch.tensor(
-            [[rollout.reward for rollout in group] for group in groups], dtype=torch.float64
-        )
+        rewards = torch.tensor([[r.reward for r in group] for group in groups], dtype=torch.float64)
         kept = RULES[cfg.rule](rewards, cfg.m)
         kept_advantages = advantages(rewards, kept, cfg.advantage_over)
         for group, row, values in zip(groups, kept.tolist(), kept_advantages.tolist()):
             for i, value in zip(row, values):
                 group[i].kept, group[i].advantage = True, value
 
-        # The update. Groups without any advantage have no gradient (unless there is a KL penalty): no work.
+        # The update. A group whose advantages are all 0 has no gradient, but for the KL penalty's: no work.
         idle = (kept_advantages == 0).all(-1)
         learn = [r for group, out in zip(groups, idle) for r in group if r.kept and (cfg.kl > 0 or not out)]
         if on_gpu:
-            llm.sleep(level=2)  # vLLM returns the memory of its weights and its cache
-        count = cfg.prompts_per_step * cfg.m
+            llm.sleep(level=2)  # vLLM gives back the memory of its weights and its cache
         updates = [
-            update(model, ref_model, optimizer, learn, count, cfg) for _ in range(cfg.updates_per_batch)
+            update(model, ref_model, optimizer, learn, cfg.prompts_per_step * cfg.m, cfg)
+            for _ in range(cfg.updates_per_batch)
         ]
 
-        # The new weights into vLLM. In any other order the memory of both would not fit (vllm#15254), and an
-        # engine that woke from level 2 without a sync would talk gibberish (vllm#29341).
+        # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and an
+        # engine woken from level 2 without a sync talks gibberish (vllm#29341).
         if on_gpu:
             torch.cuda.empty_cache()
             llm.wake_up(tags=["weights"])
@@ -429,35 +377,38 @@ def train(cfg: Config) -> None:
             "update_seconds": finished - generated,
             "tokens_generated": sum(len(r.completion_ids) for r in rollouts),
             "reward_mean": rewards.mean().item(),
-            "reward_std": rewards.std(-1, correction=0).mean().item(),  # within a prompt's rollouts
+            "reward_std": rewards.std(-1, correction=0).mean().item(),  # within a group
             "kept_reward_mean": kept_rewards.mean().item(),
             "kept_reward_std": kept_rewards.std(-1, correction=0).mean().item(),
-            "accuracy": (rewards >= 1).double().mean().item(),  # 1 for the answer, at most 0.2 for the format
+            "accuracy": (rewards >= 1).double().mean().item(),  # format alone earns at most 0.2
             "format": fmean(is_well_formed(r.text) for r in rollouts),
-            "cut_off": fmean(r.cut_off for r in rollouts),
+            "truncated": fmean(r.truncated for r in rollouts),
             "groups_skipped": idle.sum().item(),
             "entropy": -fmean(logprob for r in rollouts for logprob in r.logprobs),  # E[-log pi_old(token)]
             "lr": cfg.lr,
             **updates[-1],
-            "logprob_gap": updates[0]["logprob_gap"],  # engine against trainer, before the first update
+            "logprob_gap": updates[0]["logprob_gap"],  # engine against trainer, before the weights changed
         }
-        with open(run / "rollouts.jsonl", "a") as file:
+        with open(run / "rollouts.jsonl", "a", encoding="utf-8") as file:
             for r in sorted(groups[0], key=lambda r: r.reward)[:: max(1, cfg.n // 4)]:
                 row = dict(step=step, reward=r.reward, kept=r.kept, gold=golds[chosen[0]], completion=r.text)
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(json.dumps(row) + "\n")
         bar.set_postfix_str(
-            "reward {reward_mean:.2f}, accuracy {accuracy:.0%}, {generate_seconds:.0f} s generating,"
-            " {update_seconds:.0f} s updating".format(**metrics)
+            "reward {reward_mean:.2f}, accuracy {accuracy:.0%}, generate {generate_seconds:.0f} s, "
+            "update {update_seconds:.0f} s".format(**metrics)
         )
         bar.update()
 
     bar.close()
     model.to(torch.bfloat16).save_pretrained(run / "model")
     tokenizer.save_pretrained(run / "model")
+    print(f"Done: {reached} after {step} steps, {metrics['train_seconds'] / 60:.1f} minutes of training.")
+    print(f"The model is in {run / 'model'}, beside metrics.jsonl and rollouts.jsonl. To try it:")
+    question = "Mia has 8 pens and gets 7 more. How many pens does Mia have now?"
+    ask = f'{sys.executable} {HERE / "extras" / "ask.py"} {run / "model"} "{question}"'
+    print(f"    {ask}{' --example' if cfg.example else ''}")
 
 
 if __name__ == "__main__":
-    (config,) = HfArgumentParser(Config, description=__doc__).parse_args_into_dataclasses(
-        look_for_args_file=False
-    )
-    train(config)
+    parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0])
+    train(parser.parse_args_into_dataclasses(look_for_args_file=False)[0])

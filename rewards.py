@@ -1,7 +1,7 @@
-"""What the model is asked for on GSM8K, which number its text gives as the answer, and the reward.
+"""What the model is asked on GSM8K, which number its text gives as the answer, and the reward.
 
-Needs only Python and works alone. Everything takes time linear in the text: in training, models do write
-"</think>" a hundred times in a row, and on such text a regular expression with a lazy .*? can go quadratic.
+Needs only Python and works alone. All of it takes time linear in the text: in training, models do write
+"</think>" a hundred times in a row, on which a regular expression with a lazy .*? goes quadratic.
 """
 
 import re
@@ -22,7 +22,7 @@ EXAMPLE = [  # with numbers above 20, so that it is none of the built-in easy pr
 NUMBER = re.compile(
     r"""(?: (?<![\w)\]}%-]) (?<![\d)\]}%][ ]) (-) [$€£\\*({]* )?        # a minus that is a sign
         (?<![\w^]) (?<!\^\{)                                            # not the 2 of CO2, m^2 and m^{2}
-        ((?:(?<!\.)\.)? \d (?:[\d.,/^] | e[-+]?\d)*)                      # everything written as one""",
+        ((?:(?<!\.)\.)? \d (?:[\d.,/^] | e[-+]?\d)*)                    # everything written as one""",
     re.VERBOSE | re.IGNORECASE,
 )
 READABLE = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?|[0-9]*\.?[0-9]+|[0-9]+/0*[1-9][0-9]*")
@@ -77,7 +77,8 @@ def extract_answer(text: str) -> str | None:
     3. the last \boxed{}, if it is complete; nothing else counts then
     4. the whole text, so that a right answer without its tags is still right
 
-    and where there are several numbers, the last one counts: "16 - 7 = 9" says 9.
+    and where there are several numbers, the last one counts: "16 - 7 = 9" says 9. An unfinished <answer> is
+    no block, so it is read by 4: its completion says the answer, but earns less for its tags.
     """
     _, opened, block = text.rpartition("</answer>")[0].rpartition("<answer>")
     if opened:

@@ -17,8 +17,8 @@ def max_variance(rewards: torch.Tensor, m: int) -> torch.Tensor:
     """The m rollouts whose rewards vary most: exact, in O(n log n) a row (the paper's max-variance rule).
 
     Each row holds the k highest rewards, best first, then the m - k lowest, worst last. How ties fall:
-    - between several k of the same variance (to 1e-12 of the best), the most balanced: k nearest to m / 2, and
-      the larger of two equally near. So m = 1, where every variance is 0, keeps the best rollout.
+    - between several k of the same variance (to 1e-12 of the best), the most balanced: k nearest to m / 2,
+      and the larger of two equally near. So m = 1, where every variance is 0, keeps the best rollout.
     - between equal rewards, the highest are taken from the front of the row and the lowest from its back.
     """
     _check(rewards, m)
@@ -32,17 +32,17 @@ def max_variance(rewards: torch.Tensor, m: int) -> torch.Tensor:
     #
     #    Var is convex in x, and a convex function on an interval is largest at one of its ends. Exchange:
     #    where a subset keeps x but leaves out some y <= x and some z >= x, one of the swaps "y for x" and
-    #    "z for x" does not lower the variance. Every such swap moves a kept reward outwards in the sorted row,
-    #    so the swapping comes to an end, and it ends where nothing kept has left-out rewards on both sides:
-    #    one block at the top of the row and one at the bottom. Of the (n choose m) subsets only m + 1 are
-    #    left to compare, k = 0 ... m.
+    #    "z for x" does not lower the variance. Every such swap moves a kept reward outwards in the sorted
+    #    row, so the swapping comes to an end, and it ends where nothing kept has left-out rewards on both
+    #    sides: one block at the top of the row and one at the bottom. Of the (n choose m) subsets only m + 1
+    #    are left to compare, k = 0 ... m.
 
     ordered, order = rewards.double().sort(dim=-1, descending=True, stable=True)
 
     # 2. Shift and scale. Neither changes which subset wins. Unshifted, sum(r^2) / m - (sum(r) / m)^2 would be
     #    the difference of two huge, nearly equal numbers: of rewards like 1e8 + {0, 1} no correct digit would
-    #    be left. The shift is by one of the row's own rewards, since the difference of two close floats has no
-    #    rounding error (Sterbenz); the scale keeps r^2 from overflowing. Equal rewards become a row of zeros.
+    #    be left. The shift is by one of the row's own rewards, since the difference of two close floats has
+    #    no rounding error (Sterbenz); the scale keeps r^2 from overflowing. Equal rewards become zeros.
 
     centred = ordered - ordered[..., n // 2, None]
     largest = centred.abs().amax(dim=-1, keepdim=True)
@@ -99,8 +99,8 @@ def max_reward(rewards: torch.Tensor, m: int) -> torch.Tensor:
 def random_subset(rewards: torch.Tensor, m: int, generator: torch.Generator | None = None) -> torch.Tensor:
     """A uniformly random m of n, from `generator` or, without one, from torch's global generator.
 
-    What it loses: the rare rollouts. It is GRPO with a group of m, after paying for n. Of 64 rollouts with one
-    right, 16 at random miss it 3 times in 4.
+    What it loses: the rare rollouts. It is GRPO with a group of m, after paying for n. Of 64 rollouts with
+    one right, 16 at random miss it 3 times in 4.
     """
     _check(rewards, m)
     keys = torch.rand(rewards.shape, generator=generator, device=rewards.device)

@@ -22,7 +22,17 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 import pods
 import rewards
+from extras.easy import easy_problems
 from pods import Config, Rollout, SamplingParams, advantages, collate, completion_logprobs, grpo_loss
+from rewards import (
+    build_messages,
+    extract_answer,
+    format_score,
+    gold_answer,
+    is_correct,
+    is_well_formed,
+    reward,
+)
 from sampling import RULES, max_reward, max_variance, random_subset
 
 HERE = Path(__file__).resolve().parent
@@ -35,11 +45,15 @@ def shared(path: str) -> Path:
     return SHARED / path
 
 
+def read_jsonl(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 # ----- Selection
 
 
 def reward_rows(count: int, n: int, kind: str, rng: random.Random) -> torch.Tensor:
-    """(count, n) rewards: graded, tied, binary, equal, or graded on top of a huge offset."""
+    """(count, n) rewards of one kind, float64."""
     draw = {
         "graded": lambda: rng.random(),
         "tied": lambda: rng.choice([0.0, 0.025, 0.1, 1.0, 1.2]),
@@ -147,17 +161,344 @@ def test_rules_name_the_bad_value(rule, rewards, m, named):
         rule(torch.tensor(rewards), m)
 
 
+# ----- The prompt
+
+
+def test_a_system_message_always_comes_first_and_the_question_last():
+    for example in (False, True):
+        messages = build_messages("How many?", example)
+        roles = [message["role"] for message in messages]
+        assert roles == ["system", *(["user", "assistant"] if example else []), "user"]
+        assert messages[-1]["content"] == "How many?"
+
+
+def test_the_solved_example_earns_the_full_reward():
+    assert reward(build_messages("", example=True)[2]["content"], "54") == pytest.approx(1.2)
+
+
+def test_building_messages_twice_gives_equal_and_independent_lists():
+    first = build_messages("a", example=True)
+    first.append({})
+    assert len(build_messages("a", example=True)) == 4
+
+
+# ----- Which number a text means
+
+
+@pytest.mark.parametrize(
+    "written, number",
+    [
+        # amounts
+        ("1234", "1234"),
+        ("$1,234.00", "1234.00"),
+        ("1,234,567", "1234567"),
+        ("1{,}234", "1234"),
+        ("70,\\!000", "70000"),
+        ("$.50", ".50"),
+        ("...5", "5"),
+        ("Rs.500", "500"),
+        ("£3 or €4", "4"),
+        ("18.", "18"),
+        ("18,", "18"),
+        ("**73**", "73"),
+        ("18%", "18"),
+        ("540 meters/week", "540"),
+        ("540meters", "540"),
+        ("$2/egg", "2"),
+        ("007", "007"),
+        # several numbers: the last
+        ("16 - 7 = 9", "9"),
+        ("5 apples for $10", "10"),
+        ("18, 19", "19"),
+        ("70 000", "000"),
+        # units that hold digits
+        ("5 kg of CO2", "5"),
+        ("5 m^2", "5"),
+        ("5 m^{25}", "5"),
+        ("5 m2", "5"),
+        # fractions
+        ("1/2", "1/2"),
+        ("\\frac{1}{2}", "1/2"),
+        ("-\\dfrac{1}{2}", "-1/2"),
+        ("\\frac{-1}{2}", "-1/2"),
+        ("3\\frac{1}{2}", "1/2"),
+        # signs
+        ("-7", "-7"),
+        ("\u22127", "-7"),
+        ("-$7", "-7"),
+        ("$-7", "-7"),
+        ("-\\$7", "-7"),
+        ("-**7**", "-7"),
+        ("-.5", "-.5"),
+        ("= -7", "-7"),
+        ("= - 7", "-7"),
+        ("=- 7", "-7"),
+        ("the loss is -7", "-7"),
+        ("(-7)", "-7"),
+        ("-(7)", "-7"),
+        ("3 * -7", "-7"),
+        ("5\n-7", "-7"),
+        # not signs
+        ("16 - 7", "7"),
+        ("16-7", "7"),
+        ("16 -7", "7"),
+        ("16 \t -7", "7"),
+        ("$16 -$7", "7"),
+        ("(9 + 7)-7", "7"),
+        ("(9 + 7) -7", "7"),
+        ("5% -7", "7"),
+        ("x-7", "7"),
+        ("eggs - 7", "7"),
+        ("- 7", "7"),
+        ("--5", "5"),
+        ("10-12", "12"),
+        # not numbers
+        ("", None),
+        ("none", None),
+        ("1,23", None),
+        ("18,19", None),
+        ("1,2345", None),
+        ("1234,567", None),
+        ("1.2.3", None),
+        ("1.234,56", None),
+        ("1/0", None),
+        ("1/2/3", None),
+        ("1e999999", None),
+        ("1E-5", None),
+        ("2^3", None),
+        ("10^{5}", None),
+        ("\\frac12", None),
+        ("\u0661\u0662", None),
+        ("5 or \u0662", None),
+        ("5\u0662", None),
+        ("9" * 50, "9" * 50),
+        ("9" * 51, None),
+        ("5 or 1/0", None),
+    ],
+)
+def test_one_rule_reads_every_way_of_writing_a_number(written, number):
+    assert extract_answer(f"<answer>{written}</answer>") == number
+    assert extract_answer(f"The answer: {written}") == number
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("<answer>5</answer> 6", "5"),
+        ("7 #### 8 \\boxed{9} <answer>5</answer> 6", "5"),
+        ("<answer>4</answer><answer>5</answer>", "5"),
+        ("<answer>4<answer>5</answer>", "5"),
+        ("<answer>5</answer> 6 </answer>", "5"),
+        ("<answer>5</answer><answer>6", "5"),
+        ("<answer>no</answer> 6", None),
+        ("<answer></answer> #### 6", None),
+        ("<answer>5 dollars in\nall</answer>", "5"),
+        ("<think><answer>5</answer> 6</think> 7", "5"),
+        ("</answer> 6 <answer>", "6"),
+        ("4 <answer>\n$5", "5"),  # unfinished: the last number
+        ("4\n#### 5\n6", "5"),
+        ("#### 4\n#### 5", "5"),
+        ("#### -1,080.\nDone, see step 3", "-1080"),
+        ("#### 5 \\boxed{6}", "6"),  # letters: a heading
+        ("#### Step 4\n\\boxed{6}", "6"),
+        ("#### 2. Total\n6", "6"),
+        ("5 ####", "5"),
+        ("\\boxed{5} 6", "5"),
+        ("\\boxed{4} \\boxed{5}", "5"),
+        ("\\boxed{\\frac{1}{2}} 6", "1/2"),
+        ("\\boxed{\\$1{,}234} 6", "1234"),
+        ("\\boxed{\\text{about }5} 6", "5"),
+        ("\\boxed{no} 6", None),
+        ("\\boxed{5", "5"),
+        ("\\boxed{5 {} 6", "6"),
+        ("4 and so 5.", "5"),
+        ("5\n6", "6"),
+        ("5} 6", "6"),
+    ],
+)
+def test_the_answer_is_in_the_block_else_after_hashes_else_in_the_box_else_last(text, number):
+    assert extract_answer(text) == number
+
+
+@pytest.mark.parametrize("text, gold", [("$29.00", "29"), ("1,080", "1080"), ("2/4", "0.5"), ("-3", "-3.0")])
+def test_equal_numbers_are_correct_however_they_are_written(text, gold):
+    assert is_correct(text, gold) and is_correct(gold, text)
+
+
+@pytest.mark.parametrize(
+    "text, gold", [("3", "-3"), ("0.33", "1/3"), ("18", "1819"), ("", "0"), ("9" * 49, "1" + "0" * 49)]
+)
+def test_unequal_numbers_are_wrong_however_near(text, gold):
+    assert not is_correct(text, gold)
+
+
+@pytest.mark.parametrize("gold", ["", "none", "1/0", "1e5", "\ud800"])
+def test_an_unreadable_gold_answer_is_an_error_and_never_a_verdict(gold):
+    with pytest.raises(ValueError, match="gold answer"):
+        is_correct(gold, gold)
+    with pytest.raises(ValueError, match="gold answer"):
+        reward("5", gold)
+
+
+def test_the_gold_answer_follows_the_last_hashes():
+    assert gold_answer("1 + 2 = <<1+2=3>>3\n#### 4\n#### $1,080 \n") == "1080"
+    assert gold_answer("####-3") == "-3"
+
+
+@pytest.mark.parametrize(
+    "solution", ["", "so 5", "5 ####", "#### five", "#### 5 or 6", "#### 5\n#### ", "#### 1/0"]
+)
+def test_a_solution_without_a_gold_number_is_an_error_that_shows_its_tail(solution):
+    with pytest.raises(ValueError) as error:
+        gold_answer("x" * 500 + solution)
+    assert repr(solution)[1:-1] in str(error.value) and len(str(error.value)) < 150
+
+
+# ----- Format and reward
+
+RIGHT = "<think>2 + 3 = 5</think> <answer>5</answer>"
+
+
+@pytest.mark.parametrize(
+    "text, score, well_formed",
+    [
+        (RIGHT, 1, True),
+        ("<think></think><answer></answer>", 1, True),
+        ("<think>a\nb</think> \n\n<answer>\n5\n</answer>", 1, True),
+        (f"\n{RIGHT} \n", 0.97, True),
+        (f"So: {RIGHT}", 0.96, False),
+        (f"{RIGHT}{'x' * 99}", 0.01, False),
+        (f"{RIGHT}{'x' * 5000}", 0, False),
+        (f"<think>{RIGHT}", 1, False),  # from the first <think> ...
+        (f"{RIGHT} </answer>", 1, False),  # ... to the last </answer>
+        (f"{RIGHT}{RIGHT}", 1, False),
+        ("<think>2</think> so <answer>5</answer>", 0, False),
+        ("<answer>5</answer> <think>2</think>", 0, False),
+        ("</think> <answer> <think> </answer>", 0, False),
+        ("<think> </answer> </think> <answer>", 0, False),
+        ("<think>2</think> <answer>5", 0, False),
+        ("2</think> <answer>5</answer>", 0, False),
+        ("", 0, False),
+    ],
+)
+def test_format_costs_a_hundredth_for_each_character_outside(text, score, well_formed):
+    assert format_score(text) == pytest.approx(score)
+    assert is_well_formed(text) is well_formed
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (RIGHT, 1 + 0.1 + 0.1),
+        (RIGHT.replace(">5<", ">6<"), 0.1 + 0.1),
+        ("5", 1),
+        ("6", 0),
+        (f"<think>{RIGHT}", 1 + 0.1 + 0.075),  # a tag that is there twice does not count
+        (f"{RIGHT} ok", 1 + 0.097 + 0.1),
+        ("<answer>5", 1 + 0.025),
+    ],
+)
+def test_the_reward_is_one_for_the_answer_and_up_to_a_fifth_for_the_format(text, expected):
+    assert reward(text, "5") == pytest.approx(expected)
+
+
+# ----- Text that no one expects
+
+PIECES = [
+    *rewards.TAGS,
+    "1",
+    "1,",
+    "1/",
+    "1,234",
+    ".",
+    ",",
+    "-",
+    "= - ",
+    "#",
+    "####",
+    "#### 7\n",
+    "\\boxed{",
+    "{",
+    "}",
+]
+PIECES += [
+    "\\frac{",
+    "}{",
+    "\\!",
+    "{,}",
+    "^",
+    "^{",
+    "e",
+    "e-",
+    "$",
+    "%",
+    "*",
+    "(",
+    " ",
+    "\n",
+    "x",
+    "\0",
+    "\ud800",
+    "\u200f",
+]
+PIECES += ["\u2212", "\u0661", "9" * 60]
+
+
+def test_every_text_has_a_finite_reward_between_0_and_1_2():
+    rng = random.Random(0)
+    for _ in range(20_000):
+        text = "".join(rng.choices(PIECES, k=rng.randint(0, 12)))
+        value = reward(text, "7")
+        assert isinstance(value, float) and math.isfinite(value) and 0 <= value <= 1.2 + 1e-9, text
+        assert is_well_formed(text) <= (format_score(text) > 0), text
+        assert (value >= 1) == is_correct(text, "7"), text
+
+
+@pytest.mark.parametrize(
+    "piece", [*PIECES, "1.", "-1", " -", "</think> ", "<answer></answer>", "1e", "\\frac{1}{"], ids=ascii
+)
+def test_a_megabyte_of_anything_is_read_in_linear_time(piece):
+    # Linear is well under a second each; code that restarts at every piece would sit here for hours.
+    text = piece * (1_000_000 // len(piece))
+    for hostile in (f"<think>{text}</think> <answer>{text}</answer>", f"\\boxed{{\\frac{{{text}</answer>"):
+        assert 0 <= reward(hostile, "7") <= 1.2 + 1e-9
+
+
+# ----- Real data
+
+
+def test_every_gold_answer_of_gsm8k_is_read_and_its_own_solution_is_correct():
+    rows = read_jsonl(shared("gsm8k/train.jsonl")) + read_jsonl(shared("gsm8k/test.jsonl"))
+    assert len(rows) == 8792
+    for row in rows:
+        gold = gold_answer(row["answer"])
+        assert gold == row["answer"].split("#### ")[1].replace(",", "")
+        assert is_correct(row["answer"], gold)
+
+
+def test_verdicts_on_800_real_completions_agree_except_where_the_recorded_one_is_wrong():
+    rows = read_jsonl(shared("cases/graded_completions.jsonl"))
+    differ = [i for i, row in enumerate(rows) if is_correct(row["completion"], row["gold"]) != row["correct"]]
+    # Read one by one: each ends in the right answer ("the answer is $70,000."), which the grader of the
+    # paper's authors missed because of a full stop, a sentence or a text cut off. None of OpenAI's differ.
+    assert differ == [74, 78, 88, 159, 160, 171, 240, 312]
+    assert not any(rows[i]["correct"] for i in differ)
+    # Their format is looser: nine completions have a tag too many.
+    for row in rows:
+        assert is_well_formed(row["completion"]) <= row.get("format", False)
+
+
 # ----- Problems
 
 
 def test_easy_problems_share_no_numbers_between_train_and_test():
     pairs = {}
     for split in ("train", "test"):
-        problems = pods.easy_problems(split)
-        assert problems == pods.easy_problems(split)
+        problems = easy_problems(split)
+        assert problems == easy_problems(split)
         numbers = [tuple(sorted(re.findall(r"\d+", p["question"]))) for p in problems]
         assert all(len(pair) == 2 for pair in numbers)
-        assert all(eval(p["answer"].split("=")[0]) == int(rewards.gold_answer(p["answer"])) for p in problems)
+        assert all(eval(p["answer"].split("=")[0]) == int(gold_answer(p["answer"])) for p in problems)
         pairs[split] = set(numbers)
         assert len({p["question"] for p in problems}) == len(problems) >= 200
     assert not pairs["train"] & pairs["test"]
@@ -444,7 +785,7 @@ def test_engine_and_trainer_agree_before_and_after_an_update(llm, model, tiny):
     assert gap < 1e-3
     assert all(len(group) == 4 for group in groups)
     for rollout in sum(groups, []):
-        assert rollout.cut_off == (rollout.completion_ids[-1] != EOS) and len(rollout.completion_ids) <= 24
+        assert rollout.truncated == (rollout.completion_ids[-1] != EOS) and len(rollout.completion_ids) <= 24
         assert len(rollout.logprobs) == len(rollout.completion_ids)
 
     rollouts = sum(groups, [])
@@ -486,12 +827,9 @@ def run_pods(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     folder.mkdir(exist_ok=True)
     for file in ("pods.py", "sampling.py", "rewards.py"):
         shutil.copy(HERE / file, folder)
+    shutil.copytree(HERE / "extras", folder / "extras", dirs_exist_ok=True)
     command = [sys.executable, str(folder / "pods.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 TINY_RUN = ["--n=6", "--m=3", "--prompts-per-step=2", "--max-prompt-tokens=1200", "--max-new-tokens=12"]
