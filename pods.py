@@ -122,8 +122,10 @@ def start_engine(cfg: Config, on_gpu: bool) -> LLM:
     """vLLM in this process. Starting it reseeds torch's global generator, so seed after it."""
     if on_gpu:
         placement = dict(gpu_memory_utilization=cfg.gpu_memory_utilization, enable_sleep_mode=True)
-    else:  # compiling would take longer than it saves in a short run
-        placement = dict(kv_cache_memory_bytes=2**30, enforce_eager=True)
+    else:  # compiling would ask for a C++ compiler, and take longer than it saves in a short run
+        torch.compiler.set_stance("force_eager")
+        # The prefix cache shares whole blocks of a prompt among its rollouts: 128 tokens are too coarse here.
+        placement = dict(kv_cache_memory_bytes=2**30, enforce_eager=True, block_size=32)
     return LLM(
         cfg.model,
         dtype=cfg.dtype,

@@ -10,13 +10,12 @@ from fractions import Fraction
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 SYSTEM_PROMPT = (
-    "Solve the math problem. First work it out, in few words, inside <think> and </think>. "
-    "Then write the result, a single number, inside <answer> and </answer>. Write nothing else:\n"
-    "<think> reasoning </think> <answer> number </answer>"
+    "Solve the math problem. Reason inside <think> and </think>, then write the answer, a single number, "
+    "inside <answer> and </answer>, and nothing else."
 )
-EXAMPLE = [  # with numbers above 20, so that it is none of the built-in easy problems
-    {"role": "user", "content": "Rosa has 30 pencils and buys 24 more. How many pencils does Rosa have now?"},
-    {"role": "assistant", "content": "<think> 30 + 24 = 54 </think> <answer> 54 </answer>"},
+EXAMPLE = [  # with numbers that are in none of the built-in easy problems
+    {"role": "user", "content": "Rosa has 3 bags with 21 pencils in each. How many pencils does Rosa have?"},
+    {"role": "assistant", "content": "<think> 3 * 21 = 63 </think> <answer> 63 </answer>"},
 ]
 
 NUMBER = re.compile(

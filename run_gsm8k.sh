@@ -88,6 +88,6 @@ model.save_pretrained(sys.argv[1] + ".part")
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 END
 fi
-exec "$venv/bin/python" "$here/pods.py" --model "$model" --data easy --name cpu-demo --example \
-    --n 16 --m 4 --prompts-per-step 4 --lr 1e-5 --max-prompt-tokens 192 --max-new-tokens 64 \
-    --max-steps 24 --eval-every 8 "$@"
+exec "$venv/bin/python" -W ignore::FutureWarning "$here/pods.py" --model "$model" --data easy --name cpu-demo --example \
+    --n 16 --m 4 --prompts-per-step 6 --lr 1e-5 --max-prompt-tokens 192 --max-new-tokens 64 \
+    --micro-batch-tokens 1024 --max-steps 24 --eval-every 8 "$@"

@@ -12,18 +12,18 @@ THINGS = ["apples", "pens", "books", "cards", "coins", "shells"]
 
 
 def easy_problems(split: str) -> list[dict]:
-    """The 634 "train" or 230 "test" problems, always the same: {"question": ..., "answer": "... #### 7"}.
+    """The 414 "train" or 210 "test" problems, always the same: {"question": ..., "answer": "... #### 7"}.
 
-    Adding, taking away and multiplying two numbers from 2 to 20, with a result of at most 50. A pair of
-    numbers is in one split only, so nothing of the test can be learned by heart.
+    Adding, taking away and multiplying two different numbers from 2 to 10, with a result of at most 50. A pair
+    of numbers is in one split only, so nothing of the test can be learned by heart.
     """
     rng = random.Random(0)
-    pairs = [(a, b) for a in range(2, 21) for b in range(2, a + 1)]
+    pairs = [(a, b) for a in range(3, 11) for b in range(2, a)]
     rng.shuffle(pairs)
     problems = []
-    for a, b in pairs[:50] if split == "test" else pairs[50:]:
+    for a, b in pairs[:12] if split == "test" else pairs[12:]:
         for sign, result in {"+": a + b, "-": a - b, "*": a * b}.items():
-            for name in rng.sample(NAMES, 2) if result <= 50 else []:
+            for name in NAMES if result <= 50 else []:
                 question = FORMS[sign].format(name=name, a=a, b=b, things=rng.choice(THINGS))
                 problems.append({"question": question, "answer": f"{a} {sign} {b} = {result}\n#### {result}"})
     return problems
