@@ -245,7 +245,8 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
     the others' gradients (trl#7068). One divisor for all micro-batches also makes the accumulated gradient
     that of the whole batch, however it is cut.
     """
-    device, totals = next(model.parameters()).device, Counter()
+    device, means = next(model.parameters()).device, ("logprob_gap", "ratio", "clip_fraction")
+    totals = Counter(dict.fromkeys(("loss", "tokens_updated", *means), 0.0))
     for rows in micro_batches(rollouts, cfg.micro_batch_tokens):
         ids, mask, old_logprobs, row_advantages = collate(rows, device)
         ref_logprobs = None
@@ -272,7 +273,7 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
         raise FloatingPointError(f"loss {totals['loss']}, gradient norm {grad_norm}; no weight was changed")
     optimizer.step()
     optimizer.zero_grad()
-    for key in ("logprob_gap", "ratio", "clip_fraction"):
+    for key in means:
         totals[key] /= max(totals["tokens_updated"], 1)
     return dict(totals) | {"grad_norm": grad_norm}
 

