@@ -1,7 +1,6 @@
 """GRPO with down-sampled rollouts (PODS, arXiv 2504.13818): generate n a prompt, learn from m of them.
 
-    bash run_gsm8k.sh            sets everything up, then runs this file
-    python pods.py --help        every setting, with its unit and default
+    bash run_gsm8k.sh sets everything up and runs this file; python pods.py --help explains every setting.
 
 Read from top to bottom; the order is that of the data in one training step:
 
@@ -20,10 +19,12 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import json
 import math
 import random
+import shlex
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -33,14 +34,17 @@ from datasets import load_dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
 
+from extras import checks
 from extras.easy import easy_problems
+from extras.runs import Stop, forget_after, open_run, write_whole
 from rewards import build_messages, gold_answer, is_correct, is_well_formed, reward
 from sampling import RULES
 
 HERE = Path(__file__).resolve().parent
+REACHED = "test accuracy {eval_accuracy:.1%}, format {eval_format:.1%}"
 
 
 def setting(default, help: str):
@@ -70,9 +74,7 @@ class Config:
     # Update
     lr: float = setting(1e-6, "learning rate of AdamW, constant")
     weight_decay: float = setting(0.0, "of AdamW")
-    clip: float = setting(
-        0.2, "epsilon: how far a ratio pi / pi_old pays off, from 1 - epsilon to 1 + epsilon"
-    )
+    clip: float = setting(0.2, "epsilon: a ratio pi / pi_old pays off from 1 - epsilon to 1 + epsilon")
     kl: float = setting(0.0, "weight of the KL penalty to the starting model, loaded only if this is above 0")
     updates_per_batch: int = setting(1, "optimizer steps on each batch of rollouts")
     max_grad_norm: float = setting(1.0, "a longer gradient is scaled down to this norm")
@@ -85,6 +87,9 @@ class Config:
     max_minutes: float = setting(0.0, "stop after so much training, evaluation not counted; 0: no limit")
     eval_every: int = setting(50, "steps between evaluations; one more comes before the first and at the end")
     eval_problems: int = setting(0, "how many test problems to evaluate on, from the first; 0: all")
+    save_every: int = setting(10, "steps between checkpoints: the same command goes on from the last one")
+    fresh: bool = setting(False, "start over; a run of the same name is moved aside")
+    trust_remote_code: bool = setting(False, "run Python code that comes with the model")
 
 
 @dataclass
@@ -104,9 +109,8 @@ def load_problems(data: str, split: str) -> list[dict]:
     if data == "easy":
         return easy_problems(split)
     if data == "gsm8k":
-        return list(load_dataset("openai/gsm8k", "main", split=split))
-    with open(Path(data) / f"{split}.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return list(checks.fetch("--data", load_dataset, "openai/gsm8k", "main", split=split))
+    return checks.read_problems(Path(data) / f"{split}.jsonl")
 
 
 def problems_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
@@ -128,6 +132,7 @@ def start_engine(cfg: Config, on_gpu: bool) -> LLM:
         placement = dict(kv_cache_memory_bytes=2**30, enforce_eager=True, block_size=32)
     return LLM(
         cfg.model,
+        trust_remote_code=cfg.trust_remote_code,
         dtype=cfg.dtype,
         max_model_len=cfg.max_prompt_tokens + cfg.max_new_tokens,
         logprobs_mode="processed_logprobs",  # of what is sampled from: after the temperature (trl#4159)
@@ -179,6 +184,22 @@ def advantages(rewards: torch.Tensor, kept: torch.Tensor, over: str = "kept") ->
     std = base.std(-1, correction=0, keepdim=True)
     varied = base.amax(-1, keepdim=True) > base.amin(-1, keepdim=True)
     return torch.where(varied, (kept_rewards - base.mean(-1, keepdim=True)) / (std + 1e-4), 0.0)
+
+
+def down_sample(groups: list[list[Rollout]], cfg: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Marks m of the n rollouts of each group as kept, and gives them their advantages.
+
+    Returns all rewards (prompts, n), float64, and the indices of the kept (prompts, m).
+    """
+    rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
+    if not rewards.isfinite().all():
+        raise FloatingPointError("a reward is not finite; no weight was changed")
+    kept = RULES[cfg.rule](rewards, cfg.m)
+    A = advantages(rewards, kept, cfg.advantage_over)
+    for group, indices, values in zip(groups, kept.tolist(), A.tolist()):
+        for i, value in zip(indices, values):
+            group[i].kept, group[i].advantage = True, value
+    return rewards, kept
 
 
 def collate(rollouts: list[Rollout], device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -248,16 +269,14 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
     device, means = next(model.parameters()).device, ("logprob_gap", "ratio", "clip_fraction")
     totals = Counter(dict.fromkeys(("loss", "tokens_updated", *means), 0.0))
     for rows in micro_batches(rollouts, cfg.micro_batch_tokens):
-        ids, mask, old_logprobs, row_advantages = collate(rows, device)
+        ids, mask, old_logprobs, A = collate(rows, device)
         ref_logprobs = None
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
             if ref_model is not None:
                 with torch.no_grad():
                     ref_logprobs = completion_logprobs(ref_model, ids, mask, cfg.temperature)
             logprobs = completion_logprobs(model, ids, mask, cfg.temperature)
-        losses, ratio = grpo_loss(
-            logprobs, old_logprobs, row_advantages, mask, cfg.clip, ref_logprobs, cfg.kl
-        )
+        losses, ratio = grpo_loss(logprobs, old_logprobs, A, mask, cfg.clip, ref_logprobs, cfg.kl)
         loss = losses.sum() / count
         loss.backward()
         per_token = dict(
@@ -279,10 +298,12 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
 
 
 def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]], list[str]]:
-    """The prompt of each problem as token ids, and its gold answer."""
+    """The prompt of each problem as token ids, and its gold answer. Leaves out prompts that are too long."""
     messages = [build_messages(problem["question"], cfg.example) for problem in problems]
     prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return prompts, [gold_answer(problem["answer"]) for problem in problems]
+    fits = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.max_prompt_tokens]
+    checks.check_lengths(len(fits), [len(ids) for ids in prompts], cfg.max_prompt_tokens)
+    return [prompts[i] for i in fits], [gold_answer(problems[i]["answer"]) for i in fits]
 
 
 def evaluate(llm: LLM, prompts: list[list[int]], golds: list[str], cfg: Config) -> dict[str, float]:
@@ -295,41 +316,55 @@ def evaluate(llm: LLM, prompts: list[list[int]], golds: list[str], cfg: Config) 
     }
 
 
-def train(cfg: Config) -> None:
+def train(cfg: Config) -> int:
+    """The whole run, or the rest of it: it goes on from its last checkpoint. Returns the exit code."""
+    checks.check_settings(cfg)
     run = HERE / "runs" / cfg.name
-    run.mkdir(parents=True, exist_ok=True)
+    lock = open_run(run, asdict(cfg), cfg.fresh)  # held as long as this process lives
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu, dtype = device.type == "cuda", getattr(torch, cfg.dtype)
-
-    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    tokenizer = checks.load_tokenizer(cfg, on_gpu)
     prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
     test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
     llm = start_engine(cfg, on_gpu)
+    load = partial(AutoModelForCausalLM.from_pretrained, cfg.model, trust_remote_code=cfg.trust_remote_code)
     # float32 weights: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they were.
-    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32).to(device).train()
-    ref_model = None
-    if cfg.kl > 0:
-        ref_model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype).to(device).eval()
+    model = load(dtype=torch.float32).to(device).train()
+    ref_model = load(dtype=dtype).to(device).eval() if cfg.kl > 0 else None
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = AdamW(
-        model.parameters(), cfg.lr, betas=(0.9, 0.99), weight_decay=cfg.weight_decay, fused=True
-    )
+    optimizer = AdamW(model.parameters(), cfg.lr, (0.9, 0.99), weight_decay=cfg.weight_decay, fused=True)
     sampling = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
+
+    # Go on from the checkpoint, if there is one: on a CPU exactly, to the bit, since problems and sampling
+    # depend on seed and step alone. (On a GPU but for rounding: there, sums can change their order.)
+    checkpoint, logged, metrics = run / "checkpoint" / "state.pt", -1, {"step": 0, "train_seconds": 0.0}
+    if checkpoint.exists():
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        metrics, logged = state["metrics"], state["metrics"]["step"]
+    forget_after(run, logged)
     sync(llm, model, dtype)
-    step, metrics = 0, {"step": 0, "train_seconds": 0.0}
-    bar = tqdm(total=cfg.max_steps, desc=cfg.name, unit="step")
+    bar = tqdm(total=cfg.max_steps, initial=metrics["step"], desc=cfg.name, unit="step")
+    stop, watch = Stop(), checks.Watch(cfg, bar.write)
 
     while True:
-        # Evaluation, which is not training time, and the line of metrics of the step before.
+        # What follows a step: an evaluation, which is not training time, its line of metrics, a checkpoint.
+        step = metrics["step"]
         done = step >= cfg.max_steps or 0 < 60 * cfg.max_minutes <= metrics["train_seconds"]
-        if done or step % cfg.eval_every == 0:
-            metrics |= evaluate(llm, *test_set, cfg)
-            reached = "test accuracy {eval_accuracy:.1%}, format {eval_format:.1%}".format(**metrics)
-            bar.write(f"step {step}: {reached}")
-        with open(run / "metrics.jsonl", "a") as file:
-            file.write(json.dumps(metrics) + "\n")
-        if done:
+        if step > logged:
+            if done or step % cfg.eval_every == 0:
+                metrics |= evaluate(llm, *test_set, cfg)
+                bar.write(f"step {step}: " + REACHED.format(**metrics))
+            with open(run / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(metrics) + "\n")
+            if done or stop.number or step % cfg.save_every == 0:
+                state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
+                state |= dict(metrics=metrics, random=torch.get_rng_state())
+                write_whole(checkpoint, lambda file: torch.save(state, file))
+        if done or stop.number:
             break
         step += 1
         started = time.perf_counter()
@@ -340,26 +375,19 @@ def train(cfg: Config) -> None:
         groups = generate(llm, [prompts[i] for i in chosen], sampling)
         generated = time.perf_counter()
 
-        # Rewards (prompts, n), the indices of the kept (prompts, m), their advantages (prompts, m).
+        # m of each n.
         for i, group in zip(chosen, groups):
             for rollout in group:
                 rollout.reward = reward(rollout.text, golds[i])
-        rewards = torch.tensor([[r.reward for r in group] for group in groups], dtype=torch.float64)
-        kept = RULES[cfg.rule](rewards, cfg.m)
-        kept_advantages = advantages(rewards, kept, cfg.advantage_over)
-        for group, row, values in zip(groups, kept.tolist(), kept_advantages.tolist()):
-            for i, value in zip(row, values):
-                group[i].kept, group[i].advantage = True, value
+        rewards, kept = down_sample(groups, cfg)
 
         # The update. A group whose advantages are all 0 has no gradient, but for the KL penalty's: no work.
-        idle = (kept_advantages == 0).all(-1)
+        idle = [not any(rollout.advantage for rollout in group) for group in groups]
         learn = [r for group, out in zip(groups, idle) for r in group if r.kept and (cfg.kl > 0 or not out)]
+        count, times = cfg.prompts_per_step * cfg.m, range(cfg.updates_per_batch)
         if on_gpu:
             llm.sleep(level=2)  # vLLM gives back the memory of its weights and its cache
-        updates = [
-            update(model, ref_model, optimizer, learn, cfg.prompts_per_step * cfg.m, cfg)
-            for _ in range(cfg.updates_per_batch)
-        ]
+        updates = [update(model, ref_model, optimizer, learn, count, cfg) for _ in times]
 
         # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and an
         # engine woken from level 2 without a sync talks gibberish (vllm#29341).
@@ -386,7 +414,7 @@ def train(cfg: Config) -> None:
             "accuracy": (rewards >= 1).double().mean().item(),  # format alone earns at most 0.2
             "format": fmean(is_well_formed(r.text) for r in rollouts),
             "truncated": fmean(r.truncated for r in rollouts),
-            "groups_skipped": idle.sum().item(),
+            "groups_skipped": sum(idle),
             "entropy": -fmean(logprob for r in rollouts for logprob in r.logprobs),  # E[-log pi_old(token)]
             "lr": cfg.lr,
             **updates[-1],
@@ -396,6 +424,7 @@ def train(cfg: Config) -> None:
             for r in sorted(groups[0], key=lambda r: r.reward)[:: max(1, cfg.n // 4)]:
                 row = dict(step=step, reward=r.reward, kept=r.kept, gold=golds[chosen[0]], completion=r.text)
                 file.write(json.dumps(row) + "\n")
+        watch(metrics)
         bar.set_postfix_str(
             "reward {reward_mean:.2f}, accuracy {accuracy:.0%}, generate {generate_seconds:.0f} s, "
             "update {update_seconds:.0f} s".format(**metrics)
@@ -403,15 +432,17 @@ def train(cfg: Config) -> None:
         bar.update()
 
     bar.close()
+    if not done:
+        print(f"Stopped after step {step}. The same command goes on from there.")
+        return 128 + stop.number
     model.to(torch.bfloat16).save_pretrained(run / "model")
     tokenizer.save_pretrained(run / "model")
-    print(f"Done: {reached} after {step} steps, {metrics['train_seconds'] / 60:.1f} minutes of training.")
-    print(f"The model is in {run / 'model'}, beside metrics.jsonl and rollouts.jsonl. To try it:")
-    question = "Mia has 8 pens and gets 7 more. How many pens does Mia have now?"
-    ask = f'{sys.executable} {HERE / "extras" / "ask.py"} {run / "model"} "{question}"'
-    print(f"    {ask}{' --example' if cfg.example else ''}")
+    print(REACHED.format(**metrics), f"after {step} steps, {metrics['train_seconds'] / 60:.1f} minutes.")
+    print(f"The model is in {run / 'model'}. To ask it something:")
+    ask = [sys.executable, HERE / "extras" / "ask.py", run / "model", "Mia has 8 pens and gets 7 more. ..."]
+    print("   ", shlex.join(map(str, ask + ["--example"] * cfg.example)))
+    return 0
 
 
 if __name__ == "__main__":
-    parser = HfArgumentParser(Config, description=__doc__.partition("\n")[0])
-    train(parser.parse_args_into_dataclasses(look_for_args_file=False)[0])
+    sys.exit(checks.explained(lambda: train(checks.parse(Config, __doc__))))

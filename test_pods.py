@@ -6,23 +6,37 @@ The engine in here is the real vLLM. Where there is no model at hand, the tests 
 import itertools
 import json
 import math
+import os
 import random
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import pods
 import rewards
+from extras import checks
 from extras.easy import easy_problems
+from extras.runs import open_run
 from pods import Config, Rollout, SamplingParams, advantages, collate, completion_logprobs, grpo_loss
 from rewards import (
     build_messages,
@@ -110,7 +124,7 @@ def test_max_variance_breaks_ties_as_documented():
     assert max_variance(equal, 4).tolist() == [0, 1, 4, 5]  # balanced; first of the row, last of the row
     assert max_variance(equal, 3).tolist() == [0, 1, 5]  # two equally balanced: the one with more at the top
     assert max_variance(torch.tensor([0.0, 3.0, 1.0]), 1).tolist() == [1]  # m = 1: the best
-    # k = 1 and k = 2 have the same variance, but not the same rounding: the larger k, whichever way it rounds.
+    # k = 1 and k = 2 have the same variance, but not the same rounding: the larger k, however it rounds.
     for scale in [1.0, 0.1, 0.3, 7e-5, 1e9]:
         row = torch.tensor([1.0, 0.9, 0.2, 0.1, 0.0], dtype=torch.float64) * scale
         assert max_variance(row, 3).tolist() == [0, 1, 4], scale
@@ -525,10 +539,31 @@ def test_advantages_by_hand():
 
 
 def test_equal_rewards_have_exactly_no_advantage():
-    for value in [0.1, 1.2, 1 / 3]:
-        rewards_ = torch.full((1, 16), value, dtype=torch.float64)
+    for n, i in itertools.product(range(2, 20), range(20)):  # among them means that are not exact
+        rewards_ = torch.full((1, n), i / 19, dtype=torch.float64)
         for over in ("kept", "all"):
-            assert (advantages(rewards_, torch.arange(5)[None], over) == 0).all()
+            assert (advantages(rewards_, torch.arange(n)[None], over) == 0).all()
+
+
+def test_each_prompt_keeps_its_own_rollouts_with_their_own_advantages():
+    rows = [[0.0, 1.0, 0.4, 0.6], [5.0, 5.0, 5.0, 7.0], [0.2, 0.2, 0.2, 0.2]]
+    groups = [[Rollout([1], [2], [0.0], "", False, reward=r) for r in row] for row in rows]
+    rewards_, kept = pods.down_sample(groups, Config(n=4, m=2))
+    assert rewards_.tolist() == rows and kept.tolist() == [[1, 0], [3, 2], [0, 3]]
+    assert [[r.kept for r in group] for group in groups] == [
+        [True, True, False, False],
+        [False, False, True, True],
+        [True, False, False, True],
+    ]
+    a, b = 0.5 / 0.5001, 1 / 1.0001
+    assert [[r.advantage for r in group] for group in groups] == [
+        pytest.approx([-a, a, 0, 0]),
+        pytest.approx([0, 0, -b, b]),
+        [0, 0, 0, 0],
+    ]
+    groups[1][2].reward = math.inf
+    with pytest.raises(FloatingPointError, match="not finite"):
+        pods.down_sample(groups, Config(n=4, m=2))
 
 
 def test_each_prompt_is_normalised_by_its_own_rewards():
@@ -546,7 +581,7 @@ def test_loss_by_hand():
     mask = torch.tensor([[True, True, False], [True, True, True]])
     A = torch.tensor([[2.0], [-1.0]])
     losses, ratio = grpo_loss(logprobs, old, A, mask, clip=0.2)
-    # Ratios 1.25 and 3, both clipped to 1.2, times 2. Ratios 0.5 (clipped to 0.8: worse), 1 and 1.5, times -1.
+    # Ratios 1.25 and 3, both clipped to 1.2, times 2. Ratios 0.5 (clipped to 0.8, worse), 1, 1.5, times -1.
     assert losses.tolist() == pytest.approx([-(2.4 + 2.4) / 2, (0.8 + 1.0 + 1.5) / 3])
     assert ratio.tolist() == [pytest.approx([1.25, 3.0, 1.0]), pytest.approx([0.5, 1.0, 1.5])]
     # k3 with pi_ref / pi = 2 at one token and 1 elsewhere: 2 - log 2 - 1.
@@ -834,27 +869,43 @@ def test_many_prompts_with_many_rollouts_each(llm):
 # ----- Whole runs, as processes
 
 
-def run_pods(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """pods.py from a copy in `folder`, so that its runs/ is there and not in the repository."""
+def logs(run: Path) -> list[dict]:
+    timings = ("train_seconds", "generate_seconds", "update_seconds")
+    return [{k: v for k, v in row.items() if k not in timings} for row in read_jsonl(run / "metrics.jsonl")]
+
+
+def start_pods(folder: Path, *arguments: str) -> subprocess.Popen:
+    """pods.py as a process in a group of its own, from a copy in `folder`, so that its runs/ is there."""
     folder.mkdir(exist_ok=True)
     for file in ("pods.py", "sampling.py", "rewards.py"):
         shutil.copy(HERE / file, folder)
     shutil.copytree(HERE / "extras", folder / "extras", dirs_exist_ok=True)
     command = [sys.executable, str(folder / "pods.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, start_new_session=True)
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    """Waits for the process, checks its exit code and that no process of its group is left; its stderr."""
+    _, stderr = process.communicate()
+    assert process.returncode == code, stderr[-3000:]
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return stderr
 
 
 TINY_RUN = ["--n=6", "--m=3", "--prompts-per-step=2", "--max-prompt-tokens=1200", "--max-new-tokens=12"]
-TINY_RUN += ["--max-steps=2", "--eval-every=1", "--eval-problems=8", "--lr=1e-3"]
+TINY_RUN += ["--eval-every=2", "--eval-problems=8", "--lr=1e-3", "--name=x", "--save-every=1"]
+EASY_RUN = [*TINY_RUN, "--data=easy", "--dtype=float32", "--rule=random"]
 
 
-def test_two_steps_on_gsm8k_and_the_result_loads(tiny, tmp_path):
-    data = shared("gsm8k")
-    done = run_pods(tmp_path / "a", f"--model={tiny}", f"--data={data}", "--name=x", *TINY_RUN)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run = tmp_path / "a" / "runs" / "x"
+def test_two_steps_on_gsm8k_and_transformers_and_vllm_load_the_result(tiny, tmp_path):
+    command = [f"--data={shared('gsm8k')}", *TINY_RUN]
+    finish(start_pods(tmp_path, f"--model={tiny}", *command, "--max-steps=2"))
+    run = tmp_path / "runs" / "x"
     metrics = read_jsonl(run / "metrics.jsonl")
-    assert [row["step"] for row in metrics] == [0, 1, 2] and all("eval_accuracy" in row for row in metrics)
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    assert ["eval_accuracy" in row for row in metrics] == [True, False, True]
     assert {type(value) for row in metrics for value in row.values()} <= {int, float}
     assert metrics[2]["train_seconds"] > metrics[1]["train_seconds"] > 0
     rollouts = read_jsonl(run / "rollouts.jsonl")
@@ -864,18 +915,256 @@ def test_two_steps_on_gsm8k_and_the_result_loads(tiny, tmp_path):
     assert trained.dtype == torch.bfloat16
     start = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).state_dict()
     assert all(not torch.equal(value, start[name]) for name, value in trained.state_dict().items())
+    finish(start_pods(tmp_path, f"--model={run / 'model'}", *command, "--name=again", "--max-steps=0"))
+    again = read_jsonl(tmp_path / "runs" / "again" / "metrics.jsonl")
+    assert [again[0][key] for key in ("eval_accuracy", "eval_format")] == [
+        metrics[2][key] for key in ("eval_accuracy", "eval_format")
+    ]
 
 
-def test_runs_repeat_from_the_seed_and_vllm_loads_their_result(tiny, tmp_path):
-    timings = ("train_seconds", "generate_seconds", "update_seconds")
-    easy = ["--data=easy", "--name=x", "--dtype=float32", *TINY_RUN]
-    runs = []
-    for name in ("a", "b"):
-        done = run_pods(tmp_path / name, f"--model={tiny}", *easy)
-        assert done.returncode == 0, done.stderr[-3000:]
-        rows = read_jsonl(tmp_path / name / "runs" / "x" / "metrics.jsonl")
-        runs.append([{k: v for k, v in row.items() if k not in timings} for row in rows])
-    assert runs[0] == runs[1]
-    model = tmp_path / "a" / "runs" / "x" / "model"
-    done = run_pods(tmp_path / "c", f"--model={model}", *easy, "--max-steps=0")
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.fixture(scope="module")
+def undisturbed(tiny, tmp_path_factory) -> Path:
+    """The run folder of four steps in one go."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finish(start_pods(folder, f"--model={tiny}", *EASY_RUN, "--max-steps=4"))
+    return folder / "runs" / "x"
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(tiny, undisturbed, tmp_path):
+    finish(start_pods(tmp_path, f"--model={tiny}", *EASY_RUN, "--max-steps=2"))
+    run = tmp_path / "runs" / "x"
+    assert [row["step"] for row in logs(run)] == [0, 1, 2]
+    # What a kill may leave behind: a later step that no checkpoint knows, half a line, half a checkpoint.
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "reward_mean": 9}\n{"step": 4, "rewa')
+    (run / "checkpoint" / "state.pt.new").write_bytes(b"half")
+    finish(start_pods(tmp_path, f"--model={tiny}", *EASY_RUN, "--max-steps=4"))
+    assert logs(run) == logs(undisturbed)
+    assert read_jsonl(run / "rollouts.jsonl") == read_jsonl(undisturbed / "rollouts.jsonl")
+    states = [torch.load(r / "checkpoint" / "state.pt", weights_only=True) for r in (run, undisturbed)]
+    for name, value in states[0]["model"].items():
+        assert torch.equal(value, states[1]["model"][name]), name
+    for a, b in zip(*(state["optimizer"]["state"].values() for state in states), strict=True):
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    assert torch.equal(states[0]["random"], states[1]["random"])
+    assert [path.name for path in (run / "checkpoint").iterdir()] == ["state.pt"]
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    while process.poll() is None and not (run / "metrics.jsonl").exists() or len(logs(run)) <= step:
+        time.sleep(0.05)
+
+
+def test_ctrl_c_ends_the_step_and_twice_ends_the_process(tiny, tmp_path):
+    run, command = tmp_path / "runs" / "x", [f"--model={tiny}", *EASY_RUN, "--save-every=1000"]
+    process = start_pods(tmp_path, *command)
+    wait_for_step(run, 1, process)
+    process.send_signal(signal.SIGINT)
+    assert "Stopping" in finish(process, 130)
+    stopped = logs(run)[-1]["step"]
+    state = torch.load(run / "checkpoint" / "state.pt", weights_only=True)
+    assert state["metrics"]["step"] == stopped >= 1
+    process = start_pods(tmp_path, *command)
+    wait_for_step(run, stopped + 1, process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate()
+    assert process.returncode in (-signal.SIGTERM, 143)
+    assert [row["step"] for row in logs(run)][: stopped + 2] == list(range(stopped + 2))
+
+
+@pytest.mark.kills
+def test_twenty_kills_change_nothing(tiny, tmp_path):
+    rng = random.Random(0)
+    command = [f"--model={tiny}", *EASY_RUN, "--max-steps=40", "--save-every=2"]
+    started = time.monotonic()
+    finish(start_pods(tmp_path / "a", *command))
+    duration = time.monotonic() - started
+    for _ in range(20):
+        process = start_pods(tmp_path / "b", *command)
+        try:
+            process.wait(rng.uniform(0, duration))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, 0)
+    finish(start_pods(tmp_path / "b", *command))
+    killed, undisturbed = (logs(tmp_path / name / "runs" / "x") for name in "ba")
+    assert [row["step"] for row in killed] == list(range(41))
+    for row, expected in zip(killed, undisturbed, strict=True):
+        assert row == expected
+
+
+def test_a_failed_write_leaves_the_last_checkpoint_whole(tiny, undisturbed, tmp_path):
+    shutil.copytree(undisturbed, tmp_path / "runs" / "x")
+    before = (tmp_path / "runs" / "x" / "checkpoint" / "state.pt").read_bytes()
+    # A limit on the size of files fails writes as a full disk does, in the midst of the checkpoint.
+    limit = (len(before) // 2, len(before) // 2)
+    process = start_pods(tmp_path, f"--model={tiny}", *EASY_RUN, "--max-steps=6")
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limit)
+    stderr = finish(process, 1).strip().splitlines()[-1]
+    assert stderr.startswith("pods.py: ") and "whole" in stderr
+    assert (tmp_path / "runs" / "x" / "checkpoint" / "state.pt").read_bytes() == before
+
+
+# ----- What can be wrong ends in one line
+
+
+@pytest.fixture
+def command(tiny, tmp_path, monkeypatch, capsys):
+    """pods.py's main in this process, with its runs/ in tmp_path. Returns exit code and stderr's one line."""
+    monkeypatch.setattr(pods, "HERE", tmp_path)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        defaults = [f"--model={tiny}", "--data=easy", "--max-prompt-tokens=900", "--max-new-tokens=12"]
+        monkeypatch.setattr(sys, "argv", ["pods.py", *defaults, *arguments])
+        code = checks.explained(lambda: pods.train(checks.parse(Config, "")))
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len([line for line in lines if line.startswith("pods.py: ")]) == 1 and "Traceback" not in str(
+            lines
+        )
+        return code, lines[-1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ("--m=65", "--m is 65, but must be from 1 to --n, which is 64"),
+        ("--m=0", "--m is 0"),
+        ("--n=0", "--n is 0"),
+        ("--rule=best", "'best' (choose from"),
+        ("--lr=fast", "invalid float value: 'fast'"),
+        ("--lr=0", "--lr is 0.0"),
+        ("--temperature=-1", "--temperature is -1.0"),
+        ("--temperature=nan", "--temperature is nan"),
+        ("--eval-every=0", "--eval-every is 0"),
+        ("--bogus=1", "--bogus"),
+        ("--model=/no/such/model", "could not load /no/such/model"),
+        ("--model=no-such/model-anywhere", "without the Hugging Face hub, give a local folder"),
+        ("--data=gsm8k", "could not load openai/gsm8k"),
+        ("--data=/no/such/folder", "no file /no/such/folder/train.jsonl"),
+        ("--name=../escape", "--name is '../escape'"),
+        ("--max-new-tokens=4000", "has a context of 2048"),
+        ("--micro-batch-tokens=100", "--micro-batch-tokens is 100, but must be at least"),
+        ("--max-prompt-tokens=20", "--max-prompt-tokens is 20, but the shortest prompt has"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_2(command, monkeypatch, arguments, named):
+    for library in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(library, "HF_HUB_OFFLINE", True)  # as where the hub is out of reach
+    code, line = command(arguments)
+    assert code == 2 and named in line
+
+
+@pytest.mark.parametrize(
+    "content, named",
+    [
+        (
+            '{"question": "1 + 1?", "answer": "2 #### 2"}\n{"question": "1',
+            "train.jsonl, line 2 cannot be used",
+        ),
+        ('{"question": "1 + 1?"}', "train.jsonl, line 1 lacks 'answer'"),
+        (
+            '{"question": "1 + 1?", "answer": "2"}',
+            "train.jsonl, line 1 cannot be used: the solution does not end",
+        ),
+        ("[]", "train.jsonl, line 1 cannot be used"),
+        ("", "train.jsonl is empty"),
+    ],
+)
+def test_a_bad_data_file_is_named_with_its_line(command, tmp_path, content, named):
+    (tmp_path / "train.jsonl").write_text(content)
+    code, line = command(f"--data={tmp_path}")
+    assert code == 2 and named in line
+
+
+def test_a_model_without_tokenizer_or_chat_template_is_refused(command, tiny, tmp_path):
+    bare = tmp_path / "bare"
+    AutoModelForCausalLM.from_pretrained(tiny).save_pretrained(bare)
+    code, line = command(f"--model={bare}")
+    assert code == 2 and "no working tokenizer" in line
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / file, bare)
+    code, line = command(f"--model={bare}")
+    assert code == 2 and "has no chat template" in line
+
+
+def test_a_run_in_use_or_of_other_settings_is_refused_and_fresh_moves_it_aside(tmp_path, capsys):
+    run = tmp_path / "runs" / "x"
+    open_run(run, {"m": 2, "lr": 1.0}, fresh=False).close()  # failed before its first step: no run yet
+    lock = open_run(run, {"m": 4, "lr": 1.0}, fresh=False)
+    (run / "metrics.jsonl").write_text("")
+    for fresh in (False, True):
+        with pytest.raises(checks.Refusal, match="in use"):
+            open_run(run, {"m": 4, "lr": 1.0}, fresh)
+    lock.close()
+    with pytest.raises(checks.Refusal, match=r"other settings \(m was 4, is 8\)"):
+        open_run(run, {"m": 8, "lr": 1.0}, fresh=False)
+    open_run(run, {"m": 8, "lr": 1.0}, fresh=True).close()
+    assert json.loads((tmp_path / "runs" / "x.1" / "config.json").read_text())["m"] == 4
+    assert json.loads((run / "config.json").read_text())["m"] == 8
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(command, tmp_path):
+    (tmp_path / "runs").write_text("a file in the way")
+    code, line = command()
+    assert code == 1 and str(tmp_path / "runs") in line
+
+
+def test_long_prompts_are_counted_and_left_out(tiny, capsys):
+    rows = [{"question": "x" * length, "answer": "#### 1"} for length in (10, 2000, 3000)]
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    prompts, golds = pods.encode(rows, tokenizer, Config(max_prompt_tokens=900))
+    assert len(prompts) == len(golds) == 1
+    assert "Left out 2 of 3 problems" in capsys.readouterr().out
+
+
+def test_failures_are_one_line_and_exit_code_1(capsys):
+    for error, named in [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "lower --micro-batch-tokens"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "lower --micro-batch-tokens"),
+        (MemoryError(), "lower --micro-batch-tokens"),
+        (FloatingPointError("loss nan"), "loss nan. The last checkpoint is good"),
+        (OSError(28, "No space left on device"), "No space left on device. The last checkpoint is whole"),
+    ]:
+
+        def fail():
+            raise error
+
+        assert checks.explained(fail) == 1
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and named in lines[0]
+    with pytest.raises(RuntimeError):  # a bug keeps its traceback
+        checks.explained(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_its_parts(capsys):
+    cfg = Config(gpu_memory_utilization=0.35)
+    checks.check_gpu_memory(cfg, 494_000_000, 24 * 2**30)
+    out = capsys.readouterr().out
+    assert "24.0 present" in out and "weights 1.8" in out and "AdamW 3.7" in out and "vLLM 8.4" in out
+    with pytest.raises(checks.Refusal, match="more than 46.0 GiB of GPU memory and there are 24.0"):
+        checks.check_gpu_memory(cfg, 3_086_000_000, 24 * 2**30)
+
+
+def test_the_watch_warns_once_of_cut_off_rollouts_and_of_twenty_idle_steps():
+    said = []
+    watch = checks.Watch(Config(prompts_per_step=2), said.append)
+    for step in range(60):
+        watch({"truncated": 0.9, "groups_skipped": 2})
+    assert len(said) == 2 and "--max-new-tokens" in said[0] and "20 steps" in said[1]
+    said.clear()
+    watch = checks.Watch(Config(prompts_per_step=2), said.append)
+    for step in range(60):
+        watch({"truncated": 0.5, "groups_skipped": 2 if step % 20 else 1})
+    assert not said
+
+
+def test_what_a_completion_says_cannot_reach_the_terminal(tmp_path):
+    text = "\x1b[2J\x9b31m\u202e\x00\ud800"
+    row = json.dumps({"completion": text})
+    assert row.isascii() and row.isprintable() and json.loads(row)["completion"] == text

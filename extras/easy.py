@@ -14,8 +14,8 @@ THINGS = ["apples", "pens", "books", "cards", "coins", "shells"]
 def easy_problems(split: str) -> list[dict]:
     """The 390 "train" or 210 "test" problems, always the same: {"question": ..., "answer": "... #### 7"}.
 
-    Adding, taking away and multiplying two different numbers from 2 to 10, with a result of at most 50. A pair
-    of numbers is in one split only, so nothing of the test can be learned by heart.
+    Adding, taking away and multiplying two different numbers from 2 to 10, with a result of at most 50. A
+    pair of numbers is in one split only, so nothing of the test can be learned by heart.
     """
     rng = random.Random(0)
     pairs = [(a, b) for a in range(3, 11) for b in range(2, a)]

@@ -1,0 +1,200 @@
+"""What can be wrong with a run, said in one line each. No part of the algorithm.
+
+A Refusal is a setting or an input that cannot work (exit code 2), anything else a failure (exit code 1).
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+
+from rewards import gold_answer
+
+
+class Refusal(Exception):
+    """A setting or an input that cannot work. Its text names the value, and what would be right."""
+
+
+def parse(config_class: type, description: str):
+    """The settings from the command line."""
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str):  # argparse would print a page of usage first
+            raise Refusal(f"{message}; --help explains all settings")
+
+    parser = Parser(config_class, description=description.partition("\n")[0])
+    cfg, unknown = parser.parse_args_into_dataclasses(look_for_args_file=False, return_remaining_strings=True)
+    if unknown:
+        raise Refusal(f"there is no setting {unknown[0]}; --help explains all settings")
+    return cfg
+
+
+def explained(run: Callable[[], int]) -> int:
+    """The exit code of run(), where what is known to go wrong ends in one line on stderr."""
+    try:
+        return run()
+    except Refusal as error:
+        message, code = str(error), 2
+    except KeyboardInterrupt:
+        message, code = "interrupted before the first step", 130
+    except FloatingPointError as error:
+        message, code = f"{error}. The last checkpoint is good; a lower --lr may help", 1
+    except OSError as error:
+        message, code = (
+            f"{error}. The last checkpoint is whole: once this is mended, the same command goes on",
+            1,
+        )
+    except (MemoryError, RuntimeError) as error:
+        memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(
+            error
+        )
+        if not memory:
+            raise
+        hint = "lower --micro-batch-tokens, turn on --gradient-checkpointing, or take a smaller --model"
+        message, code = f"out of memory: {hint}. The last checkpoint is whole", 1
+    print(f"pods.py: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def check_settings(cfg) -> None:
+    """Raises Refusal for the first setting that cannot work, whatever the model and the data are."""
+
+    def refuse(name: str, must: str):
+        raise Refusal(f"--{name.replace('_', '-')} is {getattr(cfg, name)!r}, but must be {must}")
+
+    least = dict(
+        n=1, prompts_per_step=1, max_prompt_tokens=1, max_new_tokens=1, updates_per_batch=1, eval_every=1
+    )
+    least |= dict(save_every=1, max_steps=0, max_minutes=0, eval_problems=0, kl=0, weight_decay=0, seed=0)
+    for name, value in least.items():
+        if not value <= getattr(cfg, name) < math.inf:
+            refuse(name, f"a number from {value}")
+    for name in ("temperature", "lr", "clip", "max_grad_norm"):
+        if not 0 < getattr(cfg, name) < math.inf:
+            refuse(name, "a number above 0")
+    if not 1 <= cfg.m <= cfg.n:
+        refuse("m", f"from 1 to --n, which is {cfg.n}")
+    if not 0 < cfg.gpu_memory_utilization < 1:
+        refuse("gpu_memory_utilization", "between 0 and 1")
+    if cfg.micro_batch_tokens < cfg.max_prompt_tokens + cfg.max_new_tokens:
+        longest = cfg.max_prompt_tokens + cfg.max_new_tokens
+        refuse("micro_batch_tokens", f"at least --max-prompt-tokens and --max-new-tokens together, {longest}")
+    if cfg.name in ("", ".", "..") or "/" in cfg.name or "\0" in cfg.name:
+        refuse("name", "a plain folder name: the run's files go to runs/NAME")
+
+
+def read_problems(path: Path) -> list[dict]:
+    """The problems of a JSONL file. Raises Refusal that names file and line for the first bad one."""
+    if not path.is_file():
+        raise Refusal(
+            f"--data: no file {path}; it must be gsm8k, easy, or a folder with train.jsonl and test.jsonl"
+        )
+    problems = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                problem = json.loads(line)
+                build = {"question": str(problem["question"]), "answer": str(problem["answer"])}
+                gold_answer(build["answer"])
+            except (ValueError, KeyError, TypeError) as error:
+                what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be used: {error}"
+                form = '{"question": "...", "answer": "... #### 7"}'
+                raise Refusal(f"{path}, line {number} {what}; each line must be {form}") from None
+            problems.append(build)
+    if not problems:
+        raise Refusal(f"{path} is empty; it must hold at least one problem")
+    return problems
+
+
+def check_lengths(fit: int, lengths: list[int], most: int) -> None:
+    """Says how many prompts are longer than `most` tokens and were left out. Raises Refusal if all were."""
+    left_out = len(lengths) - fit
+    if fit == 0:
+        raise Refusal(f"--max-prompt-tokens is {most}, but the shortest prompt has {min(lengths)} tokens")
+    if left_out:
+        print(f"Left out {left_out} of {len(lengths)} problems: their prompts have more than {most} tokens.")
+
+
+def fetch(setting: str, load: Callable, source: str, *args, **kwargs):
+    """load(source, ...), from a folder or the hub. Raises Refusal that says how to do without the hub."""
+    try:
+        return load(source, *args, **kwargs)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise Refusal(
+            f"{setting}: could not load {source} ({why}); without the Hugging Face hub, give a local"
+            f" folder as {setting}"
+        ) from None
+
+
+def load_tokenizer(cfg, on_gpu: bool):
+    """The model's tokenizer. Raises Refusal if the model is missing, cannot chat, or does not fit the run."""
+    trust = dict(trust_remote_code=cfg.trust_remote_code)
+    tokenizer = fetch("--model", AutoTokenizer.from_pretrained, cfg.model, **trust)
+    # A folder without tokenizer files does not fail to load: it gives a tokenizer that knows no words.
+    if tokenizer.decode(tokenizer.encode("2 + 2", add_special_tokens=False)).split() != ["2", "+", "2"]:
+        raise Refusal(f"--model {cfg.model} has no working tokenizer; its folder needs the files of one")
+    if not tokenizer.chat_template:
+        raise Refusal(
+            f"--model {cfg.model} has no chat template; take a chat model, often called ...-Instruct"
+        )
+    config = fetch("--model", AutoConfig.from_pretrained, cfg.model, **trust)
+    longest = cfg.max_prompt_tokens + cfg.max_new_tokens
+    if longest > config.max_position_embeddings:
+        raise Refusal(
+            f"--max-prompt-tokens and --max-new-tokens make {longest} together, but {cfg.model} has a"
+            f" context of {config.max_position_embeddings}"
+        )
+    if on_gpu:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **trust)
+        check_gpu_memory(cfg, model.num_parameters(), torch.cuda.get_device_properties(0).total_memory)
+    return tokenizer
+
+
+def check_gpu_memory(cfg, parameters: int, present: int) -> None:
+    """Prints what the run needs of a GPU of `present` bytes, part by part. Raises Refusal if it is too much.
+
+    Counts only what the settings fix: activations and logits come on top.
+    """
+    gib, size = 2**30, 2 if cfg.dtype == "bfloat16" else 4
+    part = {"weights": 4 * parameters, "AdamW": 8 * parameters, "gradient": 4 * parameters}
+    part["reference model"] = size * parameters if cfg.kl > 0 else 0
+    part["vLLM"] = int(cfg.gpu_memory_utilization * present)
+    needed = sum(part.values()) - min(
+        part["vLLM"], part["gradient"]
+    )  # never both: vLLM sleeps during updates
+    parts = ", ".join(f"{name} {value / gib:.1f}" for name, value in part.items())
+    print(
+        f"GPU memory in GiB: {present / gib:.1f} present; {parts} (gradient and vLLM in turns); activations."
+    )
+    if needed > present:
+        raise Refusal(
+            f"--model {cfg.model} needs more than {needed / gib:.1f} GiB of GPU memory and there are"
+            f" {present / gib:.1f}; take a smaller one, or lower --gpu-memory-utilization"
+        )
+
+
+class Watch:
+    """Warns, once each, of what training would otherwise carry on with in silence."""
+
+    def __init__(self, cfg, say: Callable[[str], None]):
+        self.cfg, self.say, self.idle_steps, self.truncated_said = cfg, say, 0, False
+
+    def __call__(self, metrics: dict) -> None:
+        if metrics["truncated"] > 0.5 and not self.truncated_said:
+            self.truncated_said = True
+            self.say(
+                f"Warning: {metrics['truncated']:.0%} of the rollouts are cut off; raise --max-new-tokens"
+            )
+        idle = metrics["groups_skipped"] == self.cfg.prompts_per_step
+        self.idle_steps = self.idle_steps + 1 if idle or self.idle_steps >= 20 else 0
+        if self.idle_steps == 20:
+            self.say(
+                "Warning: for 20 steps the rewards in each group were equal, so nothing was learned;"
+                " the problems are too hard or too easy for this model"
+            )
