@@ -78,7 +78,7 @@ class Config:
     kl: float = setting(0.0, "weight of the KL penalty to the starting model, loaded only if this is above 0")
     updates_per_batch: int = setting(1, "optimizer steps on each batch of rollouts")
     max_grad_norm: float = setting(1.0, "a longer gradient is scaled down to this norm")
-    micro_batch_tokens: int = setting(8192, "tokens in one forward pass, padding included: sets peak memory")
+    micro_batch_tokens: int = setting(2048, "tokens in one forward pass, padding included: sets peak memory")
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, a third more time")
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of engine and autocast; weights are float32")
     gpu_memory_utilization: float = setting(0.35, "vLLM's share of the GPU; it returns it for each update")

@@ -66,7 +66,7 @@ fi
 pods=("$venv/bin/python" -W ignore::FutureWarning "$here/pods.py" --model "$model")
 if [ "$gpu_mib" -gt 0 ]; then
     echo "GPU with $gpu_gib GiB: training $model on GSM8K (3B from 75 GiB, 1.5B from 40, 0.5B from 20)."
-    exec "${pods[@]}" --name gsm8k "$@"
+    exec "${pods[@]}" --name gsm8k --gradient-checkpointing "$@"
 fi
 echo "No CUDA GPU: this is the CPU demonstration. It trains a 135M-parameter model on easy one-step problems,"
 echo "not on GSM8K, through the same code and the real vLLM. About 10 minutes on 2 cores."

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from rewards import gold_answer
@@ -43,7 +44,7 @@ def explained(run: Callable[[], int]) -> int:
         message, code = "interrupted before the first step", 130
     except FloatingPointError as error:
         message, code = f"{error}. The last checkpoint is good; a lower --lr may help", 1
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         message, code = (
             f"{error}. The last checkpoint is whole: once this is mended, the same command goes on",
             1,
