@@ -1048,7 +1048,7 @@ def command(tiny, tmp_path, monkeypatch, capsys):
         ("--data=gsm8k", "could not load openai/gsm8k"),
         ("--data=/no/such/folder", "no file /no/such/folder/train.jsonl"),
         ("--name=../escape", "--name is '../escape'"),
-        ("--max-new-tokens=4000", "has a context of 2048"),
+        ("--max-new-tokens=4000 --micro-batch-tokens=9000", "has a context of 2048"),
         ("--micro-batch-tokens=100", "--micro-batch-tokens is 100, but must be at least"),
         ("--max-prompt-tokens=20", "--max-prompt-tokens is 20, but the shortest prompt has"),
     ],
@@ -1056,7 +1056,7 @@ def command(tiny, tmp_path, monkeypatch, capsys):
 def test_a_wrong_setting_is_one_line_and_exit_code_2(command, monkeypatch, arguments, named):
     for library in (huggingface_hub.constants, datasets.config):
         monkeypatch.setattr(library, "HF_HUB_OFFLINE", True)  # as where the hub is out of reach
-    code, line = command(arguments)
+    code, line = command(*arguments.split())
     assert code == 2 and named in line
 
 
