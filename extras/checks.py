@@ -184,13 +184,20 @@ class Watch:
     """Warns, once each, of what training would otherwise carry on with in silence."""
 
     def __init__(self, cfg, say: Callable[[str], None]):
-        self.cfg, self.say, self.idle_steps, self.truncated_said = cfg, say, 0, False
+        self.cfg, self.say, self.idle_steps = cfg, say, 0
+        self.truncated_said = self.gap_said = False
 
     def __call__(self, metrics: dict) -> None:
         if metrics["truncated"] > 0.5 and not self.truncated_said:
             self.truncated_said = True
             self.say(
                 f"Warning: {metrics['truncated']:.0%} of the rollouts are cut off; raise --max-new-tokens"
+            )
+        if metrics["logprob_gap"] > 0.3 and not self.gap_said:
+            self.gap_said = True
+            self.say(
+                f"Warning: log-probs of vLLM and trainer differ by {metrics['logprob_gap']:.2f} nats a token;"
+                " vLLM may not have the trained weights"
             )
         idle = metrics["groups_skipped"] == self.cfg.prompts_per_step
         self.idle_steps = self.idle_steps + 1 if idle or self.idle_steps >= 20 else 0
