@@ -360,7 +360,7 @@ def train(cfg: Config) -> int:
                 bar.write(f"step {step}: " + REACHED.format(**metrics))
             with open(run / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(metrics) + "\n")
-            if done or stop.number or step % cfg.save_every == 0:
+            if done or stop.number or (step > 0 and step % cfg.save_every == 0):
                 state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
                 state |= dict(metrics=metrics, random=torch.get_rng_state())
                 write_whole(checkpoint, lambda file: torch.save(state, file))
