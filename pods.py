@@ -326,7 +326,7 @@ def train(cfg: Config) -> int:
     tokenizer = checks.load_tokenizer(cfg, on_gpu)
     prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
     test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
-    llm = start_engine(cfg, on_gpu)
+    llm = checks.started(start_engine, cfg, on_gpu)
     load = partial(AutoModelForCausalLM.from_pretrained, cfg.model, trust_remote_code=cfg.trust_remote_code)
     # float32 weights: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they were.
     model = load(dtype=torch.float32).to(device).train()

@@ -1160,6 +1160,16 @@ def test_a_gpu_that_is_too_small_is_refused_with_its_parts(capsys):
         checks.check_gpu_memory(cfg, 3_086_000_000, 24 * 2**30)
 
 
+def test_rollouts_that_do_not_fit_the_engine_are_refused(tiny):
+    def start(cfg, on_gpu):  # the real vLLM, with room for 64 tokens of the 536 that a rollout may need
+        return pods.LLM(
+            cfg.model, max_model_len=536, kv_cache_memory_bytes=2**16, enforce_eager=True, block_size=32
+        )
+
+    with pytest.raises(checks.Refusal, match=r"vLLM cannot start .*; lower --max-new-tokens"):
+        checks.started(start, cpu_config(tiny), False)
+
+
 def test_the_watch_warns_once_of_cut_off_rollouts_and_of_twenty_idle_steps():
     said = []
     watch = checks.Watch(Config(prompts_per_step=2), said.append)

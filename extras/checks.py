@@ -132,6 +132,16 @@ def fetch(setting: str, load: Callable, source: str, *args, **kwargs):
         ) from None
 
 
+def started(start: Callable, cfg, on_gpu: bool):
+    """start(cfg, on_gpu), the engine. Raises Refusal if the settings do not fit vLLM's memory."""
+    try:
+        return start(cfg, on_gpu)
+    except ValueError as error:
+        why = str(error).strip().partition("\n")[0]
+        hint = "lower --max-new-tokens or change --gpu-memory-utilization, and see what else uses the GPU"
+        raise Refusal(f"vLLM cannot start with these settings ({why}); {hint}") from None
+
+
 def load_tokenizer(cfg, on_gpu: bool):
     """The model's tokenizer. Raises Refusal if the model is missing, cannot chat, or does not fit the run."""
     trust = dict(trust_remote_code=cfg.trust_remote_code)
