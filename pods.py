@@ -302,7 +302,7 @@ def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]
     messages = [build_messages(problem["question"], cfg.example) for problem in problems]
     prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     fits = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.max_prompt_tokens]
-    checks.check_lengths(len(fits), [len(ids) for ids in prompts], cfg.max_prompt_tokens)
+    checks.check_lengths([len(ids) for ids in prompts], cfg.max_prompt_tokens)
     return [prompts[i] for i in fits], [gold_answer(problems[i]["answer"]) for i in fits]
 
 

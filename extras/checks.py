@@ -45,15 +45,11 @@ def explained(run: Callable[[], int]) -> int:
     except FloatingPointError as error:
         message, code = f"{error}. The last checkpoint is good; a lower --lr may help", 1
     except (OSError, SafetensorError) as error:
-        message, code = (
-            f"{error}. The last checkpoint is whole: once this is mended, the same command goes on",
-            1,
-        )
+        message = f"{error}. The last checkpoint is whole: once this is mended, the same command goes on"
+        code = 1
     except (MemoryError, RuntimeError) as error:
-        memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(
-            error
-        )
-        if not memory:
+        of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not of_memory and "can't allocate memory" not in str(error):
             raise
         hint = "lower --micro-batch-tokens, turn on --gradient-checkpointing, or take a smaller --model"
         message, code = f"out of memory: {hint}. The last checkpoint is whole", 1
@@ -81,8 +77,8 @@ def check_settings(cfg) -> None:
         refuse("m", f"from 1 to --n, which is {cfg.n}")
     if not 0 < cfg.gpu_memory_utilization < 1:
         refuse("gpu_memory_utilization", "between 0 and 1")
-    if cfg.micro_batch_tokens < cfg.max_prompt_tokens + cfg.max_new_tokens:
-        longest = cfg.max_prompt_tokens + cfg.max_new_tokens
+    longest = cfg.max_prompt_tokens + cfg.max_new_tokens
+    if cfg.micro_batch_tokens < longest:
         refuse("micro_batch_tokens", f"at least --max-prompt-tokens and --max-new-tokens together, {longest}")
     if cfg.name in ("", ".", "..") or "/" in cfg.name or "\0" in cfg.name:
         refuse("name", "a plain folder name: the run's files go to runs/NAME")
@@ -98,26 +94,30 @@ def read_problems(path: Path) -> list[dict]:
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
-                problem = json.loads(line)
-                build = {"question": str(problem["question"]), "answer": str(problem["answer"])}
-                gold_answer(build["answer"])
+                row = json.loads(line)
+                problem = {"question": str(row["question"]), "answer": str(row["answer"])}
+                gold_answer(problem["answer"])
             except (ValueError, KeyError, TypeError) as error:
                 what = f"lacks {error}" if isinstance(error, KeyError) else f"cannot be used: {error}"
                 form = '{"question": "...", "answer": "... #### 7"}'
                 raise Refusal(f"{path}, line {number} {what}; each line must be {form}") from None
-            problems.append(build)
+            problems.append(problem)
     if not problems:
         raise Refusal(f"{path} is empty; it must hold at least one problem")
     return problems
 
 
-def check_lengths(fit: int, lengths: list[int], most: int) -> None:
-    """Says how many prompts are longer than `most` tokens and were left out. Raises Refusal if all were."""
-    left_out = len(lengths) - fit
-    if fit == 0:
+def check_lengths(lengths: list[int], most: int) -> None:
+    """Says how many prompts are longer than `most` tokens and are left out. Raises Refusal if all are."""
+    left_out = sum(length > most for length in lengths)
+    if left_out == len(lengths):
         raise Refusal(f"--max-prompt-tokens is {most}, but the shortest prompt has {min(lengths)} tokens")
     if left_out:
         print(f"Left out {left_out} of {len(lengths)} problems: their prompts have more than {most} tokens.")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def fetch(setting: str, load: Callable, source: str, *args, **kwargs):
@@ -125,10 +125,9 @@ def fetch(setting: str, load: Callable, source: str, *args, **kwargs):
     try:
         return load(source, *args, **kwargs)
     except (OSError, ValueError) as error:
-        why = str(error).strip().partition("\n")[0]
         raise Refusal(
-            f"{setting}: could not load {source} ({why}); without the Hugging Face hub, give a local"
-            f" folder as {setting}"
+            f"{setting}: could not load {source} ({first_line(error)}); without the Hugging Face hub, give a"
+            f" local folder as {setting}"
         ) from None
 
 
@@ -137,9 +136,8 @@ def started(start: Callable, cfg, on_gpu: bool):
     try:
         return start(cfg, on_gpu)
     except ValueError as error:
-        why = str(error).strip().partition("\n")[0]
         hint = "lower --max-new-tokens or change --gpu-memory-utilization, and see what else uses the GPU"
-        raise Refusal(f"vLLM cannot start with these settings ({why}); {hint}") from None
+        raise Refusal(f"vLLM cannot start with these settings ({first_line(error)}); {hint}") from None
 
 
 def load_tokenizer(cfg, on_gpu: bool):
@@ -176,9 +174,8 @@ def check_gpu_memory(cfg, parameters: int, present: int) -> None:
     part = {"weights": 4 * parameters, "AdamW": 8 * parameters, "gradient": 4 * parameters}
     part["reference model"] = size * parameters if cfg.kl > 0 else 0
     part["vLLM"] = int(cfg.gpu_memory_utilization * present)
-    needed = sum(part.values()) - min(
-        part["vLLM"], part["gradient"]
-    )  # never both: vLLM sleeps during updates
+    # vLLM and the gradient are never there together: vLLM sleeps during updates.
+    needed = sum(part.values()) - min(part["vLLM"], part["gradient"])
     parts = ", ".join(f"{name} {value / gib:.1f}" for name, value in part.items())
     print(
         f"GPU memory in GiB: {present / gib:.1f} present; {parts} (gradient and vLLM in turns); activations."
