@@ -16,10 +16,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import json
 import math
 import random
-import shlex
 import sys
 import time
 from collections import Counter
@@ -31,19 +29,20 @@ from typing import Literal
 
 import torch
 from datasets import load_dataset
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, set_seed
 from vllm import LLM, SamplingParams
 
 from extras import checks
 from extras.easy import easy_problems
-from extras.runs import Stop, forget_after, open_run, write_whole
+from extras.runs import Stop, append, forget_after, measure, open_run, say_how_to_ask, write_whole
 from rewards import build_messages, gold_answer, is_correct, is_well_formed, reward
 from sampling import RULES
 
 HERE = Path(__file__).resolve().parent
+LOGITS_AT_ONCE = 512  # tokens
 REACHED = "test accuracy {eval_accuracy:.1%}, format {eval_format:.1%}"
 
 
@@ -55,9 +54,7 @@ def setting(default, help: str):
 class Config:
     # What to learn
     model: str = setting("Qwen/Qwen2.5-0.5B-Instruct", "a chat model: its Hugging Face name, or its folder")
-    data: str = setting(
-        "gsm8k", "gsm8k (from the hub), easy (made here), or a folder with {train,test}.jsonl"
-    )
+    data: str = setting("gsm8k", "gsm8k (hub), easy (made here), or a folder with {train,test}.jsonl")
     name: str = setting("gsm8k", "name of the run: its files go to runs/NAME, beside pods.py")
     seed: int = setting(0, "decides the order of the problems and the sampling")
     # Down-sampling
@@ -78,7 +75,7 @@ class Config:
     kl: float = setting(0.0, "weight of the KL penalty to the starting model, loaded only if this is above 0")
     updates_per_batch: int = setting(1, "optimizer steps on each batch of rollouts")
     max_grad_norm: float = setting(1.0, "a longer gradient is scaled down to this norm")
-    micro_batch_tokens: int = setting(2048, "tokens in one forward pass, padding included: sets peak memory")
+    micro_batch_tokens: int = setting(2048, "tokens in one forward pass: decides peak memory")
     gradient_checkpointing: bool = setting(False, "recompute activations: less memory, a third more time")
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of engine and autocast; weights are float32")
     gpu_memory_utilization: float = setting(0.35, "vLLM's share of the GPU; it returns it for each update")
@@ -202,90 +199,108 @@ def down_sample(groups: list[list[Rollout]], cfg: Config) -> tuple[torch.Tensor,
     return rewards, kept
 
 
-def collate(rollouts: list[Rollout], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """ids (B, L) int64, mask (B, L - 1) bool, old_logprobs (B, L - 1) and advantages (B, 1) float32.
+def rows(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
+    """Cuts rollouts, those of one prompt one after another, into rows for `pack`: each at most max_tokens."""
+    rows, tokens = [], 0
+    for rollout in rollouts:
+        tokens += len(rollout.completion_ids)
+        if not rows or rows[-1][0].prompt_ids != rollout.prompt_ids or tokens > max_tokens:
+            rows.append([])
+            tokens = len(rollout.prompt_ids) + len(rollout.completion_ids)
+        rows[-1].append(rollout)
+    return rows
 
-    A row is prompt, completion, padding. Column t of mask and old_logprobs is about the prediction of token
-    t + 1; mask is True where that is a completion token. It comes from lengths, never from ids: where pad =
-    eos, masking by id would drop the eos that teaches the model to stop (trl#6357). Padding on the right
-    needs no attention mask: causal attention does not look there.
+
+def pack(row: list[Rollout], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """One sequence out of rollouts of one prompt: the prompt once, then each completion.
+
+        token       p p p p a a a b b        a and b are completions of the prompt p
+        position    0 1 2 3 4 5 6 4 5        both go on where the prompt ends
+        predictor           3 4 5 3 7        index of the token whose output predicts a completion token
+
+    A token sees what comes before it, but never another completion: exactly what it would see in a sequence
+    of its own. So nothing changes but the cost: the prompt is computed once, forward and backward, and not
+    once for each completion; and nothing is padded. What is a completion token follows from lengths, never
+    from ids: where pad = eos, a mask by id would drop the eos that teaches the model to stop (trl#6357).
+
+    Returns ids (L,), positions (L,), predictor (T,), all int64, and sees (L, L) bool, [token, what it sees].
     """
-    before = [len(r.prompt_ids) - 1 for r in rollouts]
-    ids = [torch.tensor(r.prompt_ids + r.completion_ids) for r in rollouts]
-    mask = [torch.tensor([False] * b + [True] * len(r.completion_ids)) for b, r in zip(before, rollouts)]
-    old_logprobs = [torch.tensor([0.0] * b + r.logprobs) for b, r in zip(before, rollouts)]
-    padded = [pad_sequence(rows, batch_first=True).to(device) for rows in (ids, mask, old_logprobs)]
-    return *padded, torch.tensor([[r.advantage] for r in rollouts], device=device)
+    parts = [row[0].prompt_ids, *(rollout.completion_ids for rollout in row)]
+    lengths = torch.tensor([len(part) for part in parts], device=device)
+    part = torch.arange(len(parts), device=device).repeat_interleave(lengths)  # 0 is the prompt
+    index, prompt = torch.arange(len(part), device=device), lengths[0]
+    start = (lengths.cumsum(0) - lengths)[part]
+    positions = torch.where(part > 0, index - start + prompt, index)
+    predictor = torch.where(index == start, prompt, index)[prompt:] - 1
+    sees = ((part == 0) | (part == part[:, None])).tril()
+    return torch.tensor(sum(parts, []), device=device), positions, predictor, sees
 
 
-def completion_logprobs(model, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
-    """log pi(token) in nats, float32 (B, L - 1): of ids (B, L) where mask (B, L - 1) is True, 0 elsewhere."""
-    hidden = model.base_model(ids, use_cache=False).last_hidden_state[:, :-1]
-    # Only completion positions get logits: with 150,000 tokens to choose from, these are the largest tensors.
-    logits = model.get_output_embeddings()(hidden[mask]).float()  # (completion tokens, vocabulary)
-    logits = logits / temperature  # before the softmax (trl#3029)
-    chosen = logits.gather(-1, ids[:, 1:][mask].unsqueeze(-1)).squeeze(-1)
-    return torch.zeros(mask.shape, device=ids.device).masked_scatter(mask, chosen - logits.logsumexp(-1))
+def completion_logprobs(model, ids, positions, predictor, sees, temperature: float) -> torch.Tensor:
+    """log pi of each completion token, in nats, float32 (T,), of one sequence from `pack`."""
+    inputs = dict(position_ids=positions[None], attention_mask=sees[None, None], use_cache=False)
+    hidden = model.base_model(ids[None], **inputs).last_hidden_state[0, predictor]
+
+    def logprobs(hidden, targets):
+        logits = model.get_output_embeddings()(hidden).float() / temperature  # before the softmax (trl#3029)
+        return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
+
+    # With 150,000 tokens to choose from, logits are the largest tensors of all. One chunk of them is there at
+    # a time: the backward pass computes it again, at the cost of one more pass through the head.
+    chunks = zip(hidden.split(LOGITS_AT_ONCE), ids[-len(predictor) :].split(LOGITS_AT_ONCE))
+    return torch.cat([checkpoint(logprobs, *chunk, use_reentrant=False) for chunk in chunks])
 
 
-def grpo_loss(logprobs, old_logprobs, advantages, mask, clip: float, ref_logprobs=None, kl: float = 0.0):
-    """The loss of each completion, (B,), and the ratio of each token, (B, T), which is 1 where mask is False.
+def grpo_loss(logprobs, old_logprobs, advantages, lengths, clip: float, ref_logprobs=None, kl: float = 0.0):
+    """The loss of each of C completions, (C,), and the ratio of each of their T tokens, (T,).
 
         loss_i = -mean over tokens t of [ min(ratio A_i, clamp(ratio, 1 - clip, 1 + clip) A_i) - kl k3 ]
         ratio  = pi(t) / pi_old(t)        k3 = pi_ref(t) / pi(t) - log(pi_ref(t) / pi(t)) - 1
 
     The paper's GRPO-PODS objective on the kept subset, with Schulman's k3 as the estimate of KL(pi, pi_ref).
-    logprobs, old_logprobs and ref_logprobs are (B, T) in nats, advantages (B, 1), mask (B, T) bool.
-    pi_old is what vLLM sampled from: this covers its rounding, and several updates on one batch, alike.
+    logprobs, old_logprobs and ref_logprobs are (T,) in nats, one completion after another; advantages (C,),
+    lengths (C,) int64, their tokens. pi_old is what vLLM sampled from: this covers its rounding, and several
+    updates on one batch, alike.
     """
-    # Masked before exp: whatever stands in the padding, inf * 0 would be a NaN gradient under a finite loss.
-    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
-    ratio = log_ratio.exp()
-    objective = torch.min(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    A = advantages.repeat_interleave(lengths)
+    ratio = (logprobs - old_logprobs).exp()
+    objective = torch.min(ratio * A, ratio.clamp(1 - clip, 1 + clip) * A)
     if ref_logprobs is not None:
-        log_ref_ratio = torch.where(mask, ref_logprobs - logprobs, 0.0)
+        log_ref_ratio = ref_logprobs - logprobs
         objective = objective - kl * (log_ref_ratio.exp() - log_ref_ratio - 1)
-    return -(objective * mask).sum(-1) / mask.sum(-1), ratio.detach()
-
-
-def micro_batches(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
-    """Rollouts of like length together, each batch at most max_tokens with its padding, or one rollout."""
-    length = lambda rollout: len(rollout.prompt_ids) + len(rollout.completion_ids)
-    batches = []
-    for rollout in sorted(rollouts, key=length):  # the newest is the longest, so all are padded to it
-        if not batches or length(rollout) * (len(batches[-1]) + 1) > max_tokens:
-            batches.append([])
-        batches[-1].append(rollout)
-    return batches
+    return -torch.stack([tokens.mean() for tokens in objective.split(lengths.tolist())]), ratio.detach()
 
 
 def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -> dict[str, float]:
     """One optimizer step on the mean loss of `count` = prompts * m completions. Returns its metrics.
 
     `rollouts` may be fewer: those without a gradient can be left out. Dividing by what is left would enlarge
-    the others' gradients (trl#7068). One divisor for all micro-batches also makes the accumulated gradient
-    that of the whole batch, however it is cut.
+    the others' gradients (trl#7068). One divisor for all rows also makes the accumulated gradient that of
+    the whole batch, however it is cut.
     """
     device, means = next(model.parameters()).device, ("logprob_gap", "ratio", "clip_fraction")
     totals = Counter(dict.fromkeys(("loss", "tokens_updated", *means), 0.0))
-    for rows in micro_batches(rollouts, cfg.micro_batch_tokens):
-        ids, mask, old_logprobs, A = collate(rows, device)
+    for row in rows(rollouts, cfg.micro_batch_tokens):
+        packed = pack(row, device)
+        old_logprobs = torch.tensor([x for rollout in row for x in rollout.logprobs], device=device)
+        A = torch.tensor([rollout.advantage for rollout in row], device=device)
+        lengths = torch.tensor([len(rollout.completion_ids) for rollout in row], device=device)
         ref_logprobs = None
         with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
             if ref_model is not None:
                 with torch.no_grad():
-                    ref_logprobs = completion_logprobs(ref_model, ids, mask, cfg.temperature)
-            logprobs = completion_logprobs(model, ids, mask, cfg.temperature)
-        losses, ratio = grpo_loss(logprobs, old_logprobs, A, mask, cfg.clip, ref_logprobs, cfg.kl)
+                    ref_logprobs = completion_logprobs(ref_model, *packed, cfg.temperature)
+            logprobs = completion_logprobs(model, *packed, cfg.temperature)
+        losses, ratio = grpo_loss(logprobs, old_logprobs, A, lengths, cfg.clip, ref_logprobs, cfg.kl)
         loss = losses.sum() / count
         loss.backward()
-        per_token = dict(
-            tokens_updated=mask,
-            logprob_gap=(logprobs.detach() - old_logprobs).abs(),
-            ratio=ratio,
-            clip_fraction=(ratio - 1).abs() > cfg.clip,
+        totals.update(
+            loss=loss.item(),
+            tokens_updated=len(ratio),
+            logprob_gap=(logprobs.detach() - old_logprobs).abs().sum().item(),
+            ratio=ratio.sum().item(),
+            clip_fraction=((ratio - 1).abs() > cfg.clip).sum().item(),
         )
-        totals.update(loss=loss.item(), **{key: value[mask].sum().item() for key, value in per_token.items()})
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
     if not math.isfinite(totals["loss"] + grad_norm):
         # One NaN in the weights turns every later completion into "!!!!" (verl#721): stop before that.
@@ -327,7 +342,8 @@ def train(cfg: Config) -> int:
     prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
     test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
     llm = checks.started(start_engine, cfg, on_gpu)
-    load = partial(AutoModelForCausalLM.from_pretrained, cfg.model, trust_remote_code=cfg.trust_remote_code)
+    options = dict(attn_implementation="sdpa", trust_remote_code=cfg.trust_remote_code)
+    load = partial(AutoModelForCausalLM.from_pretrained, cfg.model, **options)
     # float32 weights: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they were.
     model = load(dtype=torch.float32).to(device).train()
     ref_model = load(dtype=dtype).to(device).eval() if cfg.kl > 0 else None
@@ -338,9 +354,9 @@ def train(cfg: Config) -> int:
 
     # Go on from the checkpoint, if there is one: on a CPU exactly, to the bit, since problems and sampling
     # depend on seed and step alone. (On a GPU, sums may change their order, and with it a close call.)
-    checkpoint, logged, metrics = run / "checkpoint" / "state.pt", -1, {"step": 0, "train_seconds": 0.0}
-    if checkpoint.exists():
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+    state_file, logged, metrics = run / "checkpoint" / "state.pt", -1, {"step": 0, "train_seconds": 0.0}
+    if state_file.exists():
+        state = torch.load(state_file, map_location="cpu", weights_only=True, mmap=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
@@ -358,12 +374,11 @@ def train(cfg: Config) -> int:
             if done or step % cfg.eval_every == 0:
                 metrics |= evaluate(llm, *test_set, cfg)
                 bar.write(f"step {step}: " + REACHED.format(**metrics))
-            with open(run / "metrics.jsonl", "a") as file:
-                file.write(json.dumps(metrics) + "\n")
+            append(run / "metrics.jsonl", metrics)
             if done or stop.number or (step > 0 and step % cfg.save_every == 0):
                 state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
                 state |= dict(metrics=metrics, random=torch.get_rng_state())
-                write_whole(checkpoint, lambda file: torch.save(state, file))
+                write_whole(state_file, lambda file: torch.save(state, file))
         elif done and "eval_accuracy" not in metrics:  # the run was told to end where it had stopped
             metrics |= evaluate(llm, *test_set, cfg)
         if done or stop.number:
@@ -387,45 +402,31 @@ def train(cfg: Config) -> int:
         idle = [not any(rollout.advantage for rollout in group) for group in groups]
         learn = [r for group, out in zip(groups, idle) for r in group if r.kept and (cfg.kl > 0 or not out)]
         count, times = cfg.prompts_per_step * cfg.m, range(cfg.updates_per_batch)
-        if on_gpu:
-            llm.sleep(level=2)  # vLLM gives back the memory of its weights and its cache
+        llm.sleep(level=2)  # on a GPU, vLLM gives back the memory of its weights and its cache
         updates = [update(model, ref_model, optimizer, learn, count, cfg) for _ in times]
 
         # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and an
         # engine woken from level 2 without a sync talks gibberish (vllm#29341).
-        if on_gpu:
-            torch.cuda.empty_cache()
-            llm.wake_up(tags=["weights"])
+        torch.cuda.empty_cache()
+        llm.wake_up(tags=["weights"])
         sync(llm, model, dtype)
-        if on_gpu:
-            llm.wake_up(tags=["kv_cache"])
+        llm.wake_up(tags=["kv_cache"])
         finished = time.perf_counter()
 
-        rollouts = [rollout for group in groups for rollout in group]
-        kept_rewards = rewards.gather(-1, kept)
         metrics = {
             "step": step,
             "train_seconds": metrics["train_seconds"] + finished - started,
             "generate_seconds": generated - started,
             "update_seconds": finished - generated,
-            "tokens_generated": sum(len(r.completion_ids) for r in rollouts),
-            "reward_mean": rewards.mean().item(),
-            "reward_std": rewards.std(-1, correction=0).mean().item(),  # within a group
-            "kept_reward_mean": kept_rewards.mean().item(),
-            "kept_reward_std": kept_rewards.std(-1, correction=0).mean().item(),
-            "accuracy": (rewards >= 1).double().mean().item(),  # format alone earns at most 0.2
-            "format": fmean(is_well_formed(r.text) for r in rollouts),
-            "truncated": fmean(r.truncated for r in rollouts),
+            **measure(groups, rewards, kept),
             "groups_skipped": sum(idle),
-            "entropy": -fmean(logprob for r in rollouts for logprob in r.logprobs),  # E[-log pi_old(token)]
             "lr": cfg.lr,
             **updates[-1],
             "logprob_gap": updates[0]["logprob_gap"],  # engine against trainer, before the weights changed
         }
-        with open(run / "rollouts.jsonl", "a", encoding="utf-8") as file:
-            for r in sorted(groups[0], key=lambda r: r.reward)[:: max(1, cfg.n // 4)]:
-                row = dict(step=step, reward=r.reward, kept=r.kept, gold=golds[chosen[0]], completion=r.text)
-                file.write(json.dumps(row) + "\n")
+        for r in sorted(groups[0], key=lambda r: r.reward)[:: max(1, cfg.n // 4)]:
+            row = dict(step=step, reward=r.reward, kept=r.kept, gold=golds[chosen[0]], completion=r.text)
+            append(run / "rollouts.jsonl", row)
         watch(metrics)
         bar.set_postfix_str(
             "reward {reward_mean:.2f}, accuracy {accuracy:.0%}, generate {generate_seconds:.0f} s, "
@@ -440,9 +441,7 @@ def train(cfg: Config) -> int:
     model.to(torch.bfloat16).save_pretrained(run / "model")
     tokenizer.save_pretrained(run / "model")
     print(REACHED.format(**metrics), f"after {step} steps, {metrics['train_seconds'] / 60:.1f} minutes.")
-    print(f"The model is in {run / 'model'}. To ask it something:")
-    ask = [sys.executable, HERE / "extras" / "ask.py", run / "model", "Mia has 8 pens and gets 7 more. ..."]
-    print("   ", shlex.join(map(str, ask + ["--example"] * cfg.example)))
+    say_how_to_ask(run / "model", cfg.example)
     return 0
 
 

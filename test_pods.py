@@ -24,9 +24,13 @@ import huggingface_hub
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -38,7 +42,7 @@ import rewards
 from extras import checks
 from extras.easy import easy_problems
 from extras.runs import open_run
-from pods import Config, Rollout, SamplingParams, advantages, collate, completion_logprobs, grpo_loss
+from pods import Config, Rollout, SamplingParams, advantages, completion_logprobs, grpo_loss, pack
 from rewards import (
     build_messages,
     extract_answer,
@@ -577,29 +581,19 @@ def test_each_prompt_is_normalised_by_its_own_rewards():
 
 def test_loss_by_hand():
     log = math.log
-    logprobs = torch.tensor([[log(0.5), log(0.9), 7.0], [log(0.2), log(0.1), log(0.3)]])
-    old = torch.tensor([[log(0.4), log(0.3), -9.0], [log(0.4), log(0.1), log(0.2)]])
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    A = torch.tensor([[2.0], [-1.0]])
-    losses, ratio = grpo_loss(logprobs, old, A, mask, clip=0.2)
+    # Two completions, of two tokens and of three.
+    logprobs = torch.tensor([log(0.5), log(0.9), log(0.2), log(0.1), log(0.3)])
+    old = torch.tensor([log(0.4), log(0.3), log(0.4), log(0.1), log(0.2)])
+    A, lengths = torch.tensor([2.0, -1.0]), torch.tensor([2, 3])
+    losses, ratio = grpo_loss(logprobs, old, A, lengths, clip=0.2)
     # Ratios 1.25 and 3, both clipped to 1.2, times 2. Ratios 0.5 (clipped to 0.8, worse), 1, 1.5, times -1.
     assert losses.tolist() == pytest.approx([-(2.4 + 2.4) / 2, (0.8 + 1.0 + 1.5) / 3])
-    assert ratio.tolist() == [pytest.approx([1.25, 3.0, 1.0]), pytest.approx([0.5, 1.0, 1.5])]
+    assert ratio.tolist() == pytest.approx([1.25, 3.0, 0.5, 1.0, 1.5])
     # k3 with pi_ref / pi = 2 at one token and 1 elsewhere: 2 - log 2 - 1.
     ref = logprobs.clone()
-    ref[0, 0] += log(2)
-    with_kl, _ = grpo_loss(logprobs, old, A, mask, 0.2, ref, kl=0.5)
+    ref[0] += log(2)
+    with_kl, _ = grpo_loss(logprobs, old, A, lengths, 0.2, ref, kl=0.5)
     assert (with_kl - losses).tolist() == pytest.approx([0.5 * (1 - log(2)) / 2, 0.0], abs=1e-6)
-
-
-def test_what_stands_in_the_padding_cannot_reach_the_gradient():
-    logprobs = torch.tensor([[-1.0, 200.0]], requires_grad=True)
-    mask = torch.tensor([[True, False]])
-    losses, _ = grpo_loss(
-        logprobs, torch.tensor([[-1.0, -200.0]]), torch.ones(1, 1), mask, 0.2, torch.zeros(1, 2), 0.1
-    )
-    losses.sum().backward()
-    assert torch.isfinite(losses).all() and torch.isfinite(logprobs.grad).all() and logprobs.grad[0, 1] == 0
 
 
 # ----- The update, on a tiny model
@@ -655,13 +649,14 @@ EOS = 256
 
 
 def some_rollouts(count: int, rng: random.Random) -> list[Rollout]:
-    """Rollouts of many lengths, with eos at the end and inside of the prompt, and a pi_old off the policy."""
+    """Rollouts of many lengths, 1 to 3 a prompt; eos ends them and is inside of prompts; pi_old off pi."""
     rollouts = []
-    for _ in range(count):
+    while len(rollouts) < count:
         prompt = [rng.randrange(256) for _ in range(rng.randint(1, 30))] + [EOS] + [rng.randrange(256)]
-        completion = [rng.randrange(256) for _ in range(rng.randint(0, 20))] + [EOS]
-        old = [rng.uniform(-7, -4) for _ in completion]
-        rollouts.append(Rollout(prompt, completion, old, "", False, kept=True, advantage=rng.gauss(0, 1)))
+        for _ in range(min(rng.randint(1, 3), count - len(rollouts))):
+            completion = [rng.randrange(256) for _ in range(rng.randint(0, 20))] + [EOS]
+            old = [rng.uniform(-7, -4) for _ in completion]
+            rollouts.append(Rollout(prompt, completion, old, "", False, kept=True, advantage=rng.gauss(0, 1)))
     return rollouts
 
 
@@ -707,19 +702,80 @@ def test_the_gradient_is_that_of_a_loop_over_single_completions(model):
 def test_accumulated_gradient_is_the_full_batch_gradient(model):
     rollouts = some_rollouts(9, random.Random(1))
     whole, _ = update_gradient(model, rollouts, micro_batch_tokens=10_000)
-    for tokens in (1, 60, 150):
-        assert len(pods.micro_batches(rollouts, tokens)) > 1
+    assert len(pods.rows(rollouts, 1)) == len(rollouts) > len(pods.rows(rollouts, 10_000)) > 1
+    for tokens in (1, 50):
         cut, _ = update_gradient(model, rollouts, micro_batch_tokens=tokens)
         assert (cut - whole).norm() < 1e-5 * whole.norm()
 
 
-def test_micro_batches_hold_every_rollout_once_within_the_limit():
+def test_rows_hold_every_rollout_once_within_the_limit_and_never_two_prompts():
     rollouts = some_rollouts(40, random.Random(2))
-    batches = pods.micro_batches(rollouts, 120)
-    assert sorted(map(id, sum(batches, []))) == sorted(map(id, rollouts))
-    for batch in batches:
-        longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in batch)
-        assert len(batch) == 1 or longest * len(batch) <= 120
+    rows = pods.rows(rollouts, 50)
+    assert sum(rows, []) == rollouts and 1 < max(map(len, rows))
+    for row in rows:
+        tokens = len(row[0].prompt_ids) + sum(len(r.completion_ids) for r in row)
+        assert len(row) == 1 or tokens <= 50
+        assert all(r.prompt_ids == row[0].prompt_ids for r in row)
+    # No row could have taken the first rollout of the next one of the same prompt.
+    for row, after in zip(rows, rows[1:]):
+        tokens = len(row[0].prompt_ids) + sum(len(r.completion_ids) for r in row)
+        assert after[0].prompt_ids != row[0].prompt_ids or tokens + len(after[0].completion_ids) > 50
+
+
+def test_packed_completions_see_the_prompt_and_themselves_and_are_told_apart_by_length():
+    first = Rollout([5, 6, EOS], [7, EOS, EOS], [-1.0] * 3, "", False)
+    second = Rollout([5, 6, EOS], [8], [-3.0], "", True)
+    ids, positions, predictor, sees = pack([first, second], torch.device("cpu"))
+    assert ids.tolist() == [5, 6, EOS, 7, EOS, EOS, 8]
+    assert positions.tolist() == [0, 1, 2, 3, 4, 5, 3]
+    assert predictor.tolist() == [
+        2,
+        3,
+        4,
+        2,
+    ]  # the eos of a completion are learnt, and that of the prompt is not
+    assert sees.int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 0, 1],
+    ]
+
+
+def test_packing_gives_the_gradient_of_separate_rows_for_llama_too(tiny):
+    torch.manual_seed(0)
+    small = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **small)).train()
+    rollouts = some_rollouts(9, random.Random(12))
+    packed, _ = update_gradient(llama, rollouts, micro_batch_tokens=10_000)
+    alone, _ = update_gradient(llama, rollouts, micro_batch_tokens=1)
+    assert len(pods.rows(rollouts, 1)) == 9 and (packed - alone).norm() < 1e-5 * alone.norm()
+
+
+def test_never_more_than_a_chunk_of_logits_is_there_and_none_is_kept_for_the_backward_pass(
+    model, monkeypatch
+):
+    monkeypatch.setattr(pods, "LOGITS_AT_ONCE", 8)
+    rollouts = [Rollout([1, 2, 3], [i] * 20, [-1.0] * 20, "", False) for i in range(3)]
+    vocabulary, made, kept = model.config.vocab_size, [], []
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made.extend(t.shape for t in tree_leaves(result) if isinstance(t, torch.Tensor))
+            return result
+
+    with Note(), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        logprobs = completion_logprobs(model, *pack(rollouts, torch.device("cpu")), 1.0)
+        logprobs.sum().backward()
+    logits = {shape[0] for shape in made if shape[-1:] == (vocabulary,)} - {model.config.hidden_size}
+    assert max(logits) == 8 and len(logprobs) == 60
+    assert kept and not any(
+        shape[-1:] == (vocabulary,) for shape in kept if shape[0] != model.config.hidden_size
+    )
 
 
 def test_groups_without_gradient_can_be_left_out_if_the_denominator_stays(model):
@@ -751,14 +807,6 @@ def test_plain_grpo_is_m_equal_to_n(model):
             learn += [replace(group[i], advantage=value) for i, value in zip(row, values)]
         found, _ = update_gradient(model, learn)
         assert (found - expected).norm() < 1e-4 * expected.norm()
-
-
-def test_the_mask_keeps_the_eos_that_ends_a_completion_and_no_prompt_token():
-    first, second = Rollout([5, EOS], [7, EOS], [-1.0, -2.0], "", False), Rollout([6], [8], [-3.0], "", True)
-    ids, mask, old_logprobs, _ = collate([first, second], torch.device("cpu"))
-    assert ids.tolist() == [[5, EOS, 7, EOS], [6, 8, 0, 0]]
-    assert mask.tolist() == [[False, True, True], [True, False, False]]
-    assert old_logprobs.tolist() == [[0.0, -1.0, -2.0], [-3.0, 0.0, 0.0]]
 
 
 def test_the_kl_penalty_is_zero_at_the_start_and_pulls_back_later(model, tiny):
@@ -822,10 +870,12 @@ def engine_gap(llm, model, temperature: float, seed: int = 0) -> tuple[float, li
     groups = pods.generate(
         llm, prompts, SamplingParams(n=4, temperature=temperature, max_tokens=24, logprobs=0)
     )
-    ids, mask, old_logprobs, _ = collate(sum(groups, []), torch.device("cpu"))
-    with torch.no_grad():
-        logprobs = completion_logprobs(model, ids, mask, temperature)
-    return (logprobs - old_logprobs).abs().max().item(), groups
+    gaps = []
+    for group in groups:
+        with torch.no_grad():
+            logprobs = completion_logprobs(model, *pack(group, torch.device("cpu")), temperature)
+        gaps.append(logprobs - torch.tensor([x for r in group for x in r.logprobs]))
+    return torch.cat(gaps).abs().max().item(), groups
 
 
 def test_engine_and_trainer_agree_before_and_after_an_update(llm, model, tiny):

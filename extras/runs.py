@@ -1,16 +1,24 @@
-"""The folder of a run: one owner at a time, one set of settings, and files that are whole at every moment."""
+"""The folder of a run: one owner at a time, one set of settings, and files that are whole at every moment.
+
+And what is written into it of a step. No part of the algorithm.
+"""
 
 import fcntl
 import itertools
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import IO
 
+import torch
+
 from extras.checks import Refusal
+from rewards import is_well_formed
 
 
 MAY_CHANGE = ("max_steps", "max_minutes", "save_every", "fresh")  # when a run goes on; no other setting may
@@ -67,6 +75,35 @@ def forget_after(run: Path, step: int) -> None:
         lines = [line for line in log.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
         kept = b"".join(line for line in lines if json.loads(line)["step"] <= step)
         write_whole(log, lambda file: file.write(kept))
+
+
+def append(log: Path, row: dict) -> None:
+    """One more line for a .jsonl file."""
+    with open(log, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def measure(groups: list[list], rewards: torch.Tensor, kept: torch.Tensor) -> dict[str, float]:
+    """What the rollouts of a step were like: rewards (prompts, n), kept the indices (prompts, m)."""
+    rollouts = [rollout for group in groups for rollout in group]
+    kept_rewards = rewards.gather(-1, kept)
+    return {
+        "tokens_generated": sum(len(r.completion_ids) for r in rollouts),
+        "reward_mean": rewards.mean().item(),
+        "reward_std": rewards.std(-1, correction=0).mean().item(),  # within a group
+        "kept_reward_mean": kept_rewards.mean().item(),
+        "kept_reward_std": kept_rewards.std(-1, correction=0).mean().item(),
+        "accuracy": (rewards >= 1).double().mean().item(),  # format alone earns at most 0.2
+        "format": fmean(is_well_formed(r.text) for r in rollouts),
+        "truncated": fmean(r.truncated for r in rollouts),
+        "entropy": -fmean(logprob for r in rollouts for logprob in r.logprobs),  # E[-log pi_old(token)]
+    }
+
+
+def say_how_to_ask(model: Path, example: bool) -> None:
+    print(f"The model is in {model}. To ask it something:")
+    ask = [sys.executable, Path(__file__).with_name("ask.py"), model, "Mia has 8 pens and gets 7 more. ..."]
+    print("   ", shlex.join(map(str, ask + ["--example"] * example)))
 
 
 class Stop:
