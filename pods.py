@@ -35,9 +35,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, set_seed
 from vllm import LLM, SamplingParams
 
-from extras import checks
+from extras import checks, runs
 from extras.easy import easy_problems
-from extras.runs import Stop, append, forget_after, measure, open_run, say_how_to_ask, write_whole
+from extras.memory import Memory
 from rewards import build_messages, gold_answer, is_correct, is_well_formed, reward
 from sampling import RULES
 
@@ -86,6 +86,7 @@ class Config:
     eval_problems: int = setting(0, "how many test problems to evaluate on, from the first; 0: all")
     save_every: int = setting(10, "steps between checkpoints: the same command goes on from the last one")
     fresh: bool = setting(False, "start over; a run of the same name is moved aside")
+    eager: bool = setting(False, "do not compile vLLM: it starts a minute sooner, and generates more slowly")
     trust_remote_code: bool = setting(False, "run Python code that comes with the model")
 
 
@@ -123,14 +124,15 @@ def start_engine(cfg: Config, on_gpu: bool) -> LLM:
     """vLLM in this process. Starting it reseeds the global generators, so seed after it."""
     if on_gpu:
         placement = dict(gpu_memory_utilization=cfg.gpu_memory_utilization, enable_sleep_mode=True)
-    else:  # compiling would ask for a C++ compiler, and take longer than it saves in a short run
-        torch.compiler.set_stance("force_eager")
-        # The prefix cache shares whole blocks of a prompt among its rollouts: 128 tokens are too coarse here.
-        placement = dict(kv_cache_memory_bytes=2**30, enforce_eager=True, block_size=32)
+    else:  # the prefix cache shares whole blocks of a prompt among its rollouts: 128 tokens are too coarse
+        placement = dict(kv_cache_memory_bytes=2**30, block_size=32)
+        if cfg.eager:  # vLLM compiles a part of its sampling all the same, if it is not told otherwise
+            torch.compiler.set_stance("force_eager")
     return LLM(
         cfg.model,
         trust_remote_code=cfg.trust_remote_code,
         dtype=cfg.dtype,
+        enforce_eager=cfg.eager,
         max_model_len=cfg.max_prompt_tokens + cfg.max_new_tokens,
         logprobs_mode="processed_logprobs",  # of what is sampled from: after the temperature (trl#4159)
         **placement,
@@ -335,10 +337,11 @@ def train(cfg: Config) -> int:
     """The whole run, or the rest of it: it goes on from its last checkpoint. Returns the exit code."""
     checks.check_settings(cfg)
     run = HERE / "runs" / cfg.name
-    lock = open_run(run, asdict(cfg), cfg.fresh)  # held as long as this process lives
+    lock = runs.open_run(run, asdict(cfg), cfg.fresh)  # held as long as this process lives
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu, dtype = device.type == "cuda", getattr(torch, cfg.dtype)
-    tokenizer = checks.load_tokenizer(cfg, on_gpu)
+    tokenizer = checks.load_tokenizer(cfg)
+    memory = Memory(cfg, on_gpu, LOGITS_AT_ONCE)  # says what the run will need
     prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
     test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
     llm = checks.started(start_engine, cfg, on_gpu)
@@ -361,10 +364,10 @@ def train(cfg: Config) -> int:
         optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         metrics, logged = state["metrics"], state["metrics"]["step"]
-    forget_after(run, logged)
+    runs.forget_after(run, logged)
     sync(llm, model, dtype)
     bar = tqdm(total=cfg.max_steps, initial=metrics["step"], desc=cfg.name, unit="step")
-    stop, watch = Stop(), checks.Watch(cfg, bar.write)
+    stop, watch = runs.Stop(), checks.Watch(cfg, bar)
 
     while True:
         # What follows a step: an evaluation, which is not training time, its line of metrics, a checkpoint.
@@ -374,11 +377,11 @@ def train(cfg: Config) -> int:
             if done or step % cfg.eval_every == 0:
                 metrics |= evaluate(llm, *test_set, cfg)
                 bar.write(f"step {step}: " + REACHED.format(**metrics))
-            append(run / "metrics.jsonl", metrics)
+            runs.append(run / "metrics.jsonl", metrics)
             if done or stop.number or (step > 0 and step % cfg.save_every == 0):
                 state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
                 state |= dict(metrics=metrics, random=torch.get_rng_state())
-                write_whole(state_file, lambda file: torch.save(state, file))
+                runs.write_whole(state_file, lambda file: torch.save(state, file))
         elif done and "eval_accuracy" not in metrics:  # the run was told to end where it had stopped
             metrics |= evaluate(llm, *test_set, cfg)
         if done or stop.number:
@@ -391,6 +394,7 @@ def train(cfg: Config) -> int:
         set_seed((cfg.seed * 1_000_003 + step) % 2**32)  # torch's generator for vLLM on CPU, numpy's on GPU
         groups = generate(llm, [prompts[i] for i in chosen], sampling)
         generated = time.perf_counter()
+        memory.note("generating")
 
         # m of each n.
         for i, group in zip(chosen, groups):
@@ -407,6 +411,7 @@ def train(cfg: Config) -> int:
 
         # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and an
         # engine woken from level 2 without a sync talks gibberish (vllm#29341).
+        memory.note("updating")
         torch.cuda.empty_cache()
         llm.wake_up(tags=["weights"])
         sync(llm, model, dtype)
@@ -418,21 +423,14 @@ def train(cfg: Config) -> int:
             "train_seconds": metrics["train_seconds"] + finished - started,
             "generate_seconds": generated - started,
             "update_seconds": finished - generated,
-            **measure(groups, rewards, kept),
+            **runs.measure(groups, rewards, kept),
             "groups_skipped": sum(idle),
             "lr": cfg.lr,
             **updates[-1],
             "logprob_gap": updates[0]["logprob_gap"],  # engine against trainer, before the weights changed
         }
-        for r in sorted(groups[0], key=lambda r: r.reward)[:: max(1, cfg.n // 4)]:
-            row = dict(step=step, reward=r.reward, kept=r.kept, gold=golds[chosen[0]], completion=r.text)
-            append(run / "rollouts.jsonl", row)
+        runs.log_rollouts(run, step, groups[0], golds[chosen[0]])
         watch(metrics)
-        bar.set_postfix_str(
-            "reward {reward_mean:.2f}, accuracy {accuracy:.0%}, generate {generate_seconds:.0f} s, "
-            "update {update_seconds:.0f} s".format(**metrics)
-        )
-        bar.update()
 
     bar.close()
     if not done:
@@ -441,7 +439,8 @@ def train(cfg: Config) -> int:
     model.to(torch.bfloat16).save_pretrained(run / "model")
     tokenizer.save_pretrained(run / "model")
     print(REACHED.format(**metrics), f"after {step} steps, {metrics['train_seconds'] / 60:.1f} minutes.")
-    say_how_to_ask(run / "model", cfg.example)
+    memory.report()
+    runs.say_how_to_ask(run / "model", cfg.example)
     return 0
 
 

@@ -3,6 +3,7 @@
 The engine in here is the real vLLM. Where there is no model at hand, the tests make a tiny random Qwen2.
 """
 
+import io
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -26,6 +28,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -41,6 +44,7 @@ import pods
 import rewards
 from extras import checks
 from extras.easy import easy_problems
+from extras.memory import GIB, Memory, activations, predict, qwen, sums
 from extras.runs import open_run
 from pods import Config, Rollout, SamplingParams, advantages, completion_logprobs, grpo_loss, pack
 from rewards import (
@@ -641,7 +645,9 @@ def model(tiny):
 
 
 def cpu_config(tiny, **settings) -> Config:
-    base = Config(model=str(tiny), dtype="float32", n=8, m=4, max_prompt_tokens=512, max_new_tokens=24)
+    base = Config(
+        model=str(tiny), dtype="float32", eager=True, n=8, m=4, max_prompt_tokens=512, max_new_tokens=24
+    )
     return replace(base, **settings)
 
 
@@ -947,7 +953,7 @@ def finish(process: subprocess.Popen, code: int = 0) -> str:
 
 
 TINY_RUN = ["--n=6", "--m=3", "--prompts-per-step=2", "--max-prompt-tokens=1200", "--max-new-tokens=12"]
-TINY_RUN += ["--eval-every=2", "--eval-problems=8", "--lr=1e-3", "--name=x", "--save-every=1"]
+TINY_RUN += ["--eval-every=2", "--eval-problems=8", "--lr=1e-3", "--name=x", "--save-every=1", "--eager"]
 EASY_RUN = [*TINY_RUN, "--data=easy", "--dtype=float32", "--rule=random"]
 
 
@@ -1201,13 +1207,52 @@ def test_failures_are_one_line_and_exit_code_1(capsys):
         checks.explained(lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
 
 
-def test_a_gpu_that_is_too_small_is_refused_with_its_parts(capsys):
-    cfg = Config(gpu_memory_utilization=0.35)
-    checks.check_gpu_memory(cfg, 494_000_000, 24 * 2**30)
+@pytest.mark.parametrize("kind", [(LlamaConfig, LlamaForCausalLM), (Qwen2Config, Qwen2ForCausalLM)])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_predicted_activations_are_those_that_autograd_keeps(kind, autocast):
+    heads = dict(num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2)
+    config = kind[0](vocab_size=1000, hidden_size=512, intermediate_size=1111, **heads)
+    model, kept = kind[1](config).train(), {}
+    weights = {tuple(sorted(p.shape)) for p in model.parameters()}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(sorted(tensor.shape)) not in weights:  # nor their casts and transposes
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    sees = torch.ones(1, 1, 100, 100, dtype=torch.bool).tril()
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            model.base_model(torch.arange(100)[None], attention_mask=sees, use_cache=False)
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert activations(config, 100, 2 if autocast else 4, False) == pytest.approx(measured, rel=0.02)
+
+
+def test_predicted_memory_by_hand(capsys):
+    config = qwen("3B")
+    cfg = Config(gradient_checkpointing=True, micro_batch_tokens=2048, kl=0.1)
+    parts = {
+        name: [round(value / GIB, 2) for value in values]
+        for name, values in predict(cfg, config, True, 80 * GIB, 512).items()
+    }
+    weights = 3_085_938_688  # Qwen2.5-3B's, of which GIB makes 2.874
+    assert parts["weights, float32"] == [round(4 * weights / GIB, 2)] * 2 == [11.5, 11.5]
+    assert parts["AdamW's two moments"] == [22.99, 22.99] and parts["gradient"] == [0, 11.5]
+    assert parts["reference model"] == [5.75, 5.75] == [parts["vLLM's weights"][0]] * 2
+    assert parts["vLLM's KV cache, at most"] == [28 - 5.75, 0]  # 0.35 of 80, and vLLM sleeps in updates
+    assert parts["logits of 512 tokens"] == [0, round(512 * 151936 * 16 / GIB, 2)]
+    # Checkpointing keeps 36 inputs of 2048 numbers, and what is kept of one layer (see `activations`).
+    layer = 16 * 2048 + 2 * (5 * 2048 + 4 * 2048 + 4 * 11008 + 2048)
+    assert parts["activations of 2048 tokens"] == [0, round(2048 * (36 * 8192 + layer + 16384) / GIB, 2)]
+    assert max(sums(predict(cfg, config, True, 80 * GIB, 512))) < 80 * GIB
+
+
+def test_a_gpu_that_is_too_small_is_refused_and_the_table_says_why(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=2**20))
+    with pytest.raises(checks.Refusal, match=r"needs 0\.\d GiB of GPU memory and there are 0\.0; take a sm"):
+        Memory(cpu_config(tiny), True, 512)
     out = capsys.readouterr().out
-    assert "24.0 present" in out and "weights 1.8" in out and "AdamW 3.7" in out and "vLLM 8.4" in out
-    with pytest.raises(checks.Refusal, match="more than 46.0 GiB of GPU memory and there are 24.0"):
-        checks.check_gpu_memory(cfg, 3_086_000_000, 24 * 2**30)
+    assert re.search(r"generating +updating\n  weights, float32 ", out) and "\n  all " in out
 
 
 def test_rollouts_that_do_not_fit_the_engine_are_refused(tiny):
@@ -1220,18 +1265,32 @@ def test_rollouts_that_do_not_fit_the_engine_are_refused(tiny):
         checks.started(start, cpu_config(tiny), False)
 
 
-def test_the_watch_warns_once_of_cut_off_rollouts_and_of_twenty_idle_steps():
-    said = []
-    watch = checks.Watch(Config(prompts_per_step=2), said.append)
-    for step in range(60):
-        watch({"truncated": 0.9, "groups_skipped": 2, "logprob_gap": 1.0})
+def test_compiling_without_a_compiler_is_refused_and_eager_needs_none(tiny, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    cfg = cpu_config(tiny, eager=False)
+    with pytest.raises(checks.Refusal, match="with no-such-compiler, and there is none; .* --eager"):
+        checks.started(lambda *args: pytest.fail("started"), cfg, False)
+    for cfg, on_gpu in ((cfg, True), (replace(cfg, eager=True), False)):
+        assert checks.started(lambda *args: "an engine", cfg, on_gpu) == "an engine"
+
+
+def test_the_watch_warns_once_of_cut_off_rollouts_and_of_twenty_idle_steps(capsys):
+    shown = dict(reward_mean=0.5, accuracy=0.25, generate_seconds=3.0, update_seconds=4.0)
+
+    def watched(metrics) -> list[str]:
+        with tqdm(total=60, file=io.StringIO()) as bar:
+            watch = checks.Watch(Config(prompts_per_step=2), bar)
+            for step in range(60):
+                watch(shown | metrics(step))
+            assert bar.n == 60 and bar.postfix.startswith("reward 0.50, accuracy 25%")
+        return capsys.readouterr().out.splitlines()
+
+    said = watched(lambda step: {"truncated": 0.9, "groups_skipped": 2, "logprob_gap": 1.0})
     assert len(said) == 3
     assert "--max-new-tokens" in said[0] and "1.00 nats" in said[1] and "20 steps" in said[2]
-    said.clear()
-    watch = checks.Watch(Config(prompts_per_step=2), said.append)
-    for step in range(60):
-        watch({"truncated": 0.5, "groups_skipped": 2 if step % 20 else 1, "logprob_gap": 0.04})
-    assert not said
+    assert not watched(
+        lambda step: {"truncated": 0.5, "groups_skipped": 2 if step % 20 else 1, "logprob_gap": 0.04}
+    )
 
 
 def test_what_a_completion_says_cannot_reach_the_terminal(undisturbed):

@@ -5,13 +5,16 @@ A Refusal is a setting or an input that cannot work (exit code 2), anything else
 
 import json
 import math
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 from rewards import gold_answer
 
@@ -132,7 +135,12 @@ def fetch(setting: str, load: Callable, source: str, *args, **kwargs):
 
 
 def started(start: Callable, cfg, on_gpu: bool):
-    """start(cfg, on_gpu), the engine. Raises Refusal if the settings do not fit vLLM's memory."""
+    """start(cfg, on_gpu), the engine. Raises Refusal if it cannot compile, or has too little memory."""
+    compiler = os.environ.get("CXX", "g++")
+    if not (on_gpu or cfg.eager or shutil.which(compiler)):
+        raise Refusal(
+            f"vLLM compiles for the CPU with {compiler}, and there is none; without it, add --eager"
+        )
     try:
         return start(cfg, on_gpu)
     except ValueError as error:
@@ -140,8 +148,8 @@ def started(start: Callable, cfg, on_gpu: bool):
         raise Refusal(f"vLLM cannot start with these settings ({first_line(error)}); {hint}") from None
 
 
-def load_tokenizer(cfg, on_gpu: bool):
-    """The model's tokenizer. Raises Refusal if the model is missing, cannot chat, or does not fit the run."""
+def load_tokenizer(cfg):
+    """The model's tokenizer. Raises Refusal if the model is missing, cannot chat, or has a short context."""
     trust = dict(trust_remote_code=cfg.trust_remote_code)
     tokenizer = fetch("--model", AutoTokenizer.from_pretrained, cfg.model, **trust)
     # A folder without tokenizer files does not fail to load: it gives a tokenizer that knows no words.
@@ -158,43 +166,22 @@ def load_tokenizer(cfg, on_gpu: bool):
             f"--max-prompt-tokens and --max-new-tokens make {longest} together, but {cfg.model} has a"
             f" context of {config.max_position_embeddings}"
         )
-    if on_gpu:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **trust)
-        check_gpu_memory(cfg, model.num_parameters(), torch.cuda.get_device_properties(0).total_memory)
     return tokenizer
 
 
-def check_gpu_memory(cfg, parameters: int, present: int) -> None:
-    """Prints what the run needs of a GPU of `present` bytes, part by part. Raises Refusal if it is too much.
-
-    Counts only what the settings fix: activations and logits come on top.
-    """
-    gib, size = 2**30, 2 if cfg.dtype == "bfloat16" else 4
-    part = {"weights": 4 * parameters, "AdamW": 8 * parameters, "gradient": 4 * parameters}
-    part["reference model"] = size * parameters if cfg.kl > 0 else 0
-    part["vLLM"] = int(cfg.gpu_memory_utilization * present)
-    # vLLM and the gradient are never there together: vLLM sleeps during updates.
-    needed = sum(part.values()) - min(part["vLLM"], part["gradient"])
-    parts = ", ".join(f"{name} {value / gib:.1f}" for name, value in part.items())
-    print(
-        f"GPU memory in GiB: {present / gib:.1f} present; {parts} (gradient and vLLM in turns); activations."
-    )
-    if needed > present:
-        raise Refusal(
-            f"--model {cfg.model} needs more than {needed / gib:.1f} GiB of GPU memory and there are"
-            f" {present / gib:.1f}; take a smaller one, or lower --gpu-memory-utilization"
-        )
-
-
 class Watch:
-    """Warns, once each, of what training would otherwise carry on with in silence."""
+    """Shows a step in the bar. Warns, once each, of what training would go on with in silence."""
 
-    def __init__(self, cfg, say: Callable[[str], None]):
-        self.cfg, self.say, self.idle_steps = cfg, say, 0
+    def __init__(self, cfg, bar: tqdm):
+        self.cfg, self.bar, self.say, self.idle_steps = cfg, bar, bar.write, 0
         self.truncated_said = self.gap_said = False
 
     def __call__(self, metrics: dict) -> None:
+        self.bar.set_postfix_str(
+            "reward {reward_mean:.2f}, accuracy {accuracy:.0%}, generate {generate_seconds:.0f} s, "
+            "update {update_seconds:.0f} s".format(**metrics)
+        )
+        self.bar.update()
         if metrics["truncated"] > 0.5 and not self.truncated_said:
             self.truncated_said = True
             self.say(

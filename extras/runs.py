@@ -20,7 +20,6 @@ import torch
 from extras.checks import Refusal
 from rewards import is_well_formed
 
-
 MAY_CHANGE = ("max_steps", "max_minutes", "save_every", "fresh")  # when a run goes on; no other setting may
 
 
@@ -98,6 +97,13 @@ def measure(groups: list[list], rewards: torch.Tensor, kept: torch.Tensor) -> di
         "truncated": fmean(r.truncated for r in rollouts),
         "entropy": -fmean(logprob for r in rollouts for logprob in r.logprobs),  # E[-log pi_old(token)]
     }
+
+
+def log_rollouts(run: Path, step: int, group: list, gold: str) -> None:
+    """Four rollouts of one prompt, from the worst to the best."""
+    for r in sorted(group, key=lambda r: r.reward)[:: max(1, len(group) // 4)]:
+        row = dict(step=step, reward=r.reward, kept=r.kept, gold=gold, completion=r.text)
+        append(run / "rollouts.jsonl", row)
 
 
 def say_how_to_ask(model: Path, example: bool) -> None:
