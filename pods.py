@@ -37,7 +37,7 @@ from vllm import LLM, SamplingParams
 
 from extras import checks, runs
 from extras.easy import easy_problems
-from extras.memory import Memory
+from extras.memory import Memory, keep_freed_memory
 from rewards import build_messages, gold_answer, is_correct, is_well_formed, reward
 from sampling import RULES
 
@@ -342,6 +342,8 @@ def train(cfg: Config) -> int:
     on_gpu, dtype = device.type == "cuda", getattr(torch, cfg.dtype)
     tokenizer = checks.load_tokenizer(cfg)
     memory = Memory(cfg, on_gpu, LOGITS_AT_ONCE)  # says what the run will need
+    if not on_gpu:
+        keep_freed_memory()
     prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
     test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
     llm = checks.started(start_engine, cfg, on_gpu)

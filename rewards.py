@@ -14,7 +14,7 @@ SYSTEM_PROMPT = (
     "inside <answer> and </answer>, and nothing else."
 )
 EXAMPLE = [  # with numbers that are in none of the built-in easy problems
-    {"role": "user", "content": "Rosa has 3 bags with 21 pencils in each. How many pencils does Rosa have?"},
+    {"role": "user", "content": "Rosa has 3 red bags with 21 pencils in each of them. How many pencils does Rosa have in all?"},
     {"role": "assistant", "content": "<think> 3 * 21 = 63 </think> <answer> 63 </answer>"},
 ]
 
