@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import pods
 from extras import checks, runs
-from extras.memory import GIB, QWEN, predict, qwen, sums
+from extras.memory import GIB, QWEN, keep_freed_memory, predict, qwen, sums
 from pods import Config, Rollout, SamplingParams
 from sampling import max_variance
 
@@ -53,7 +53,7 @@ def row(what: str, value: float, unit: str, beside: str = "", ratio: float | Non
         met = "yes" if (ratio >= float(bound) if sign == ">=" else ratio < float(bound)) else "no"
     cells = dict(what=what, value=value, unit=unit, beside=beside, ratio=ratio, target=target, met=met)
     ROWS.append(cells)
-    print("   ", line(cells), file=sys.stderr)
+    print(line(cells), file=sys.stderr, flush=True)
 
 
 def line(cells: dict) -> str:
@@ -116,7 +116,7 @@ def made_up(groups: int, m: int, prompt: int, shortest: int, longest: int, vocab
         prompt_ids = tokens(prompt)
         for i in range(m):
             ids = tokens(rng.randint(shortest, longest))
-            rollouts.append(Rollout(prompt_ids, ids, [-5.0] * len(ids), "", False, 0.0, True, (-1.0) ** i))
+            rollouts.append(Rollout(prompt_ids, ids, [-5.0] * len(ids), "", False, advantage=(-1.0) ** i))
     return rollouts
 
 
@@ -179,10 +179,10 @@ def selection(repeats: int) -> None:
 
 
 def update(repeats: int) -> None:
-    cfg = demo(n=16, m=4, micro_batch_tokens=2048, max_grad_norm=1.0)
+    cfg = demo(n=16, m=4, micro_batch_tokens=2048)
     model = load(cfg)
     optimizer = pods.AdamW(model.parameters(), 1e-7, fused=True)
-    rollouts = made_up(3, cfg.n, 128, 16, 512, model.config.vocab_size)
+    rollouts = made_up(2, cfg.n, 128, 16, 512, model.config.vocab_size)
     groups = [rollouts[i : i + cfg.n] for i in range(0, len(rollouts), cfg.n)]
     for i, rollout in enumerate(rollouts):
         rollout.reward = float(i % 4 == 0)
@@ -346,38 +346,38 @@ def generation(repeats: int) -> None:
         settings(repeats)
 
 
+DEFAULTS = "vLLM's defaults, uncompiled"
 VARIANTS = {
-    "vLLM's defaults, uncompiled": dict(block_size=None),
-    "blocks of 32 tokens (the demonstration)": dict(),
+    DEFAULTS: dict(block_size=None),
+    "blocks of 32 tokens, as pods.py with --eager": dict(),
     "... with Intel's OpenMP": dict(preload="libiomp5.so"),
-    "... compiled": dict(eager=False),
+    "... compiled, as pods.py without --eager": dict(eager=False),
 }
 
 
 def settings(repeats: int) -> None:
-    """Engines with other settings, each in a process of its own, two rounds in turns."""
-    found = defaultdict(list)
-    for _ in range(2):
-        for name, variant in VARIANTS.items():
-            env = dict(os.environ)
-            if "preload" in variant:
-                env["LD_PRELOAD"] = str(Path(sys.prefix) / "lib" / variant["preload"])
-            command = [sys.executable, __file__, "--engine", json.dumps(variant), "--repeats", str(repeats)]
-            output = subprocess.run(command, env=env, capture_output=True, text=True)
-            if output.returncode:
-                sys.exit(f"bench.py: {name} failed:\n{output.stderr}")
-            found[name].append(json.loads(output.stdout.splitlines()[-1]))
-    base = median(median(rates) for rates, _ in found[next(iter(VARIANTS))])
-    for name, results in found.items():
-        rate, start = median(median(rates) for rates, _ in results), median(start for _, start in results)
+    """Engines with other settings, each in a process of its own, one after the other."""
+    base = None
+    for name, variant in VARIANTS.items():
+        env = dict(os.environ)
+        if "preload" in variant:
+            env["LD_PRELOAD"] = str(Path(sys.prefix) / "lib" / variant["preload"])
+        rates, start = worker(["--engine", json.dumps(variant)], repeats, env)
+        base = base or median(rates)
+        target = ">= 1.5" if "preload" not in variant and variant != VARIANTS[DEFAULTS] else ""
+        ratio = median(rates) / base
         row(
-            f"{name}; starts in {start:.0f} s",
-            rate,
-            "tokens/s",
-            "rate / vLLM's defaults",
-            rate / base,
-            ">= 1.5" if "block" in name or "comp" in name[3:] else "",
+            f"{name}; starts in {start:.0f} s", median(rates), "tokens/s", f"rate / {DEFAULTS}", ratio, target
         )
+
+
+def worker(arguments: list[str], repeats: int, env: dict | None = None):
+    """What this file prints as JSON when it is run with `arguments`, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", __file__, *arguments, "--repeats", str(repeats)]
+    output = subprocess.run(command, env=env, capture_output=True, text=True)
+    if output.returncode:
+        sys.exit(f"bench.py: {arguments} failed:\n{output.stderr}")
+    return json.loads(output.stdout.splitlines()[-1])
 
 
 def engine(variant: dict, repeats: int) -> None:
@@ -485,7 +485,7 @@ def growth(repeats: int) -> None:
         pods.sync(llm, model, torch.bfloat16)
         llm.wake_up(tags=["kv_cache"])
 
-    grid = [(16, 16), (32, 16), (64, 16), (128, 16), (64, 4), (64, 32), (64, 64)]
+    grid = [(16, 16), (64, 16), (128, 16), (64, 4), (64, 64)]
     rounds = in_turns(repeats, **{f"{n},{m}": lambda n=n, m=m: one(n, m) for n, m in grid})
     for n, m in grid:
         row(f"a step, n = {n}, m = {m}", rounds[f"{n},{m}"], "s")
@@ -505,28 +505,23 @@ def peers(repeats: int) -> None:
     if importlib.util.find_spec("trl") is None:
         print("  peers: TRL is not installed here, so nothing is compared with it", file=sys.stderr)
         return
-    results = defaultdict(list)
-    for name in ("ours", "trl"):  # each in a process of its own, for its peak of memory
-        command = [sys.executable, "-W", "ignore", __file__, "--peer", name, "--repeats", str(repeats)]
-        output = subprocess.run(command, capture_output=True, text=True)
-        if output.returncode:
-            sys.exit(f"bench.py: {name} failed:\n{output.stderr}")
-        results[name] = json.loads(output.stdout.splitlines()[-1])
-    ours, theirs = results["ours"], results["trl"]
-    row(
-        "a step of 6 prompts, n = m = 16, 64 tokens",
-        ours[0],
-        "s",
-        "TRL's time / ours",
-        theirs[0] / ours[0],
-        ">= 1.5",
-    )
+    ours, theirs = (worker(["--peer", name], repeats) for name in ("ours", "trl"))  # each with its own peak
+    what = "a step of 1 prompt, n = m = 16, 64 tokens"
+    row(what, ours[0], "s", "TRL's time / ours", theirs[0] / ours[0], ">= 1.5")
     row("its peak memory", ours[1] / GIB, "GiB", "TRL's / ours", theirs[1] / ours[1])
 
 
 def peer(name: str, repeats: int) -> None:
     """For `peers`: prints the median seconds of a step and the peak of memory in bytes."""
-    cfg = demo(n=16, m=16, max_steps=repeats + 1, eval_problems=1, eval_every=1000, save_every=1000)
+    cfg = demo(
+        n=16,
+        m=16,
+        prompts_per_step=1,
+        max_steps=repeats + 1,
+        eval_problems=1,
+        eval_every=1000,
+        save_every=1000,
+    )
     with tempfile.TemporaryDirectory() as folder:
         if name == "ours":
             pods.HERE = Path(folder)
@@ -672,6 +667,8 @@ def main() -> None:
         parser.error(f"--repeats is {args.repeats}, but must be at least 1")
     if not MODEL.exists():
         subprocess.run([sys.executable, HERE / "unpack.py", MODEL], check=True)
+    if not ON_GPU:
+        keep_freed_memory()  # as pods.py does, and for what it is compared with alike
     if args.engine is not None:
         return engine(args.engine, args.repeats)
     if args.peer:

@@ -102,11 +102,12 @@ def table(parts: dict[str, tuple[float, float]]) -> str:
 def keep_freed_memory() -> None:
     """Lets glibc keep what is freed, for the next step, which needs as much again.
 
-    Else each large tensor is mapped and unmapped anew, and the kernel fills it with zeros page by page: a
-    tenth of an update's time on a CPU. M_MMAP_MAX is -4 and M_TRIM_THRESHOLD is -1 in glibc's malloc.h.
+    Else each tensor is mapped and unmapped anew, and the kernel fills it with zeros page by page: a tenth of
+    an update's time on a CPU. Tensors above 32 MiB, the most that glibc allows, still are: no holes as large
+    as those stay behind. In glibc's malloc.h, M_MMAP_THRESHOLD is -3 and M_TRIM_THRESHOLD is -1.
     """
     libc = ctypes.CDLL(None)
-    libc.mallopt(-4, 0)
+    libc.mallopt(-3, 2**25)
     libc.mallopt(-1, -1)
 
 
