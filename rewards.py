@@ -13,10 +13,11 @@ SYSTEM_PROMPT = (
     "Solve the math problem. Reason inside <think> and </think>, then write the answer, a single number, "
     "inside <answer> and </answer>, and nothing else."
 )
-EXAMPLE = [  # with numbers that are in none of the built-in easy problems
-    {"role": "user", "content": "Rosa has 3 red bags with 21 pencils in each of them. How many pencils does Rosa have in all?"},
-    {"role": "assistant", "content": "<think> 3 * 21 = 63 </think> <answer> 63 </answer>"},
-]
+# Its numbers are in none of the built-in easy problems. It makes their prompts a little over 128 tokens: vLLM
+# on a CPU shares a prompt's whole blocks of 32 among its rollouts, and each computes the rest by itself.
+ASKED = "Rosa has 3 red bags with 21 pencils in each of them. How many pencils does Rosa have in all?"
+SOLVED = "<think> 3 * 21 = 63 </think> <answer> 63 </answer>"
+EXAMPLE = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SOLVED}]
 
 NUMBER = re.compile(
     r"""(?: (?<![\w)\]}%-]) (?<![\d)\]}%][ ]) (-) [$€£\\*({]* )?        # a minus that is a sign

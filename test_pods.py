@@ -42,7 +42,7 @@ from transformers import (
 
 import pods
 import rewards
-from extras import checks
+from extras import bench, checks
 from extras.easy import easy_problems
 from extras.memory import GIB, Memory, activations, predict, qwen, sums
 from extras.runs import open_run
@@ -1011,6 +1011,16 @@ def test_a_resumed_run_is_the_same_to_the_bit(tiny, undisturbed, tmp_path):
     assert [path.name for path in (run / "checkpoint").iterdir()] == ["state.pt"]
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling vLLM for the CPU needs g++")
+def test_a_compiled_engine_follows_the_weights_too(tiny, tmp_path):
+    command = [argument for argument in EASY_RUN if argument != "--eager"]
+    finish(start_pods(tmp_path, f"--model={tiny}", *command, "--max-steps=3"))
+    metrics = read_jsonl(tmp_path / "runs" / "x" / "metrics.jsonl")
+    assert len(metrics) == 4
+    for row in metrics[1:]:  # before each update, so after the sync of the one before
+        assert row["logprob_gap"] < 1e-4 and row["grad_norm"] > 0
+
+
 def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
     while not (run / "metrics.jsonl").exists() or len(logs(run)) <= step:
         assert process.poll() is None, process.communicate()[1][-3000:]
@@ -1072,6 +1082,44 @@ def test_a_failed_write_leaves_the_last_checkpoint_whole(tiny, undisturbed, tmp_
     stderr = finish(process, 1).strip().splitlines()[-1]
     assert stderr.startswith("pods.py: ") and "whole" in stderr
     assert (tmp_path / "runs" / "x" / "checkpoint" / "state.pt").read_bytes() == before
+
+
+# ----- What extras/bench.py measures with
+
+
+def test_the_textbook_loop_that_selection_is_timed_beside_finds_a_best_subset():
+    rng = random.Random(0)
+    for kind in ("binary", "graded"):
+        for row in reward_rows(20, 8, kind, rng).tolist():
+            found = variance([row[i] for i in bench.textbook(row, 3)])
+            assert found == pytest.approx(max(map(variance, itertools.combinations(row, 3))))
+
+
+def test_calls_are_timed_in_turns_and_the_first_round_is_not_counted(monkeypatch):
+    calls, clock = [], itertools.count()
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: 10.0 ** next(clock))
+    medians = bench.in_turns(2, 3, a=lambda: calls.append("a"), b=lambda: calls.append("b"))
+    assert "".join(calls) == "aaabbb" * 3
+    # Clock readings of a's three turns: 1 to 10, 1e4 to 1e5, 1e8 to 1e9. The first is dropped.
+    assert medians["a"] == pytest.approx((9e4 + 9e8) / 2 / 3)
+
+
+def test_peak_memory_is_that_of_the_call_and_not_of_what_came_before():
+    torch.zeros(2**27)  # 512 MiB, gone before
+    peak = bench.peak_memory(lambda: torch.ones(2**25).sum())  # 128 MiB
+    assert 2**27 <= peak < 1.2 * 2**27
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [("nonsense", "no section nonsense"), ("--repeats=0", "--repeats is 0"), ("--out=/no/x", "/no")],
+)
+def test_wrong_arguments_of_the_benchmark_are_one_line(arguments, named, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.py", arguments])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    lines = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and len(lines) == 1 and named in lines[0]
 
 
 # ----- What can be wrong ends in one line

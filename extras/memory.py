@@ -141,3 +141,22 @@ class Memory:
         if self.peaks:
             peaks = ", ".join(f"{taken / GIB:.2f} {phase}" for phase, taken in self.peaks.items())
             print(f"Memory in GiB, measured: {peaks}.")
+
+
+if __name__ == "__main__":
+    from pods import LOGITS_AT_ONCE, Config
+
+    print(
+        "| model | GPU | weights, AdamW | + vLLM | generating | + gradient, autocast | + activations, logits",
+        end="",
+    )
+    print(" | updating |\n|---|---|---|---|---|---|---|---|")
+    for size, present in (("0.5B", 20), ("1.5B", 40), ("3B", 75)):  # the smallest that run_gsm8k.sh gives it
+        cfg = Config(gradient_checkpointing=True)
+        parts = predict(cfg, qwen(size), True, present * GIB, LOGITS_AT_ONCE)
+        of = lambda when, *words: sum(v[when] for k, v in parts.items() if k.startswith(words)) / GIB
+        held, vllm = of(0, "weights, float32", "AdamW"), of(0, "vLLM")
+        grown, passing = of(1, "gradient", "weights, bfloat16"), of(1, "activations", "logits")
+        generating, updating = (total / GIB for total in sums(parts))
+        cells = f"{held:.1f} | {vllm:.1f} | {generating:.1f} | {grown:.1f} | {passing:.1f} | {updating:.1f}"
+        print(f"| Qwen2.5-{size} | {present} | {cells} |")
