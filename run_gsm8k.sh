@@ -76,7 +76,7 @@ if [ "$gpu_mib" -gt 0 ]; then
     exec "${pods[@]}" --name gsm8k --gradient-checkpointing --save-every 50 "$@"
 fi
 echo "No CUDA GPU: this is the CPU demonstration. It trains a 135M-parameter model on easy one-step problems,"
-echo "not on GSM8K, through the same code and the real vLLM. About 10 minutes on 2 cores."
+echo "not on GSM8K, through the same code and the real vLLM. About 7 minutes on 2 cores."
 [ -d "$model" ] || "$venv/bin/python" "$here/extras/unpack.py" "$model" || die "could not unpack $model"
 exec "${pods[@]}" --data easy --name cpu-demo --example --eager --n 16 --m 4 --prompts-per-step 6 --lr 1e-5 \
     --max-prompt-tokens 192 --max-new-tokens 64 --micro-batch-tokens 1024 --max-steps 24 --eval-every 8 "$@"
