@@ -342,11 +342,11 @@ def train(cfg: Config) -> int:
     on_gpu, dtype = device.type == "cuda", getattr(torch, cfg.dtype)
     tokenizer = checks.load_tokenizer(cfg)
     memory = Memory(cfg, on_gpu, LOGITS_AT_ONCE)  # says what the run will need
-    if not on_gpu:
-        keep_freed_memory()
+    keep_freed_memory()
     prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
     test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
     llm = checks.started(start_engine, cfg, on_gpu)
+    # Only this attention takes `sees` as it is: another might add True and False to its scores.
     options = dict(attn_implementation="sdpa", trust_remote_code=cfg.trust_remote_code)
     load = partial(AutoModelForCausalLM.from_pretrained, cfg.model, **options)
     # float32 weights: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they were.

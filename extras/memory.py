@@ -100,7 +100,7 @@ def table(parts: dict[str, tuple[float, float]]) -> str:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed, for the next step, which needs as much again.
+    """Lets glibc keep what is freed of main memory, for the next step, which needs as much again.
 
     Else each tensor is mapped and unmapped anew, and the kernel fills it with zeros page by page: a tenth of
     an update's time on a CPU. Tensors above 32 MiB, the most that glibc allows, still are: no holes as large
