@@ -192,7 +192,8 @@ def update(repeats: int) -> None:
     pods.down_sample(groups, cfg)
     kept = [r for r in rollouts if r.kept]
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in kept)
-    packed = [pods.pack(each, DEVICE) for each in pods.rows(kept, cfg.micro_batch_tokens)]
+    rows = pods.rows(kept, cfg.micro_batch_tokens)
+    packed = [pods.pack(each, DEVICE) for each in rows]
     alone = [torch.tensor([r.prompt_ids + r.completion_ids], device=DEVICE) for r in kept]
 
     def ours() -> None:
@@ -227,7 +228,8 @@ def update(repeats: int) -> None:
         rounds["once"] / rounds["ours"],
     )
     row("tokens computed, each prompt once", computed, "tokens", "of all", computed / tokens)
-    row("padding", 0.0, "tokens", "share", 1 - computed / sum(map(len, (ids for ids, *_ in packed))), "< 0.1")
+    needed = sum(len(each[0].prompt_ids) + sum(len(r.completion_ids) for r in each) for each in rows)
+    row("padding", computed - needed, "tokens", "share", 1 - needed / computed, "< 0.1")
     flops = 6 * sum(p.numel() for p in model.parameters()) * computed
     peak = peak_flops()
     row(
