@@ -132,15 +132,13 @@ class Memory:
         """To call at the end of a phase, before anything is given back."""
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            taken = total - free  # torch's allocator keeps what it once had: the most it needed in the phase
-        else:
-            taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self.peaks[phase] = max(taken, self.peaks.get(phase, 0))
+            # torch's allocator keeps what it once had: this is the most that the phase needed.
+            self.peaks[phase] = max(total - free, self.peaks.get(phase, 0))
 
     def report(self) -> None:
-        if self.peaks:
-            peaks = ", ".join(f"{taken / GIB:.2f} {phase}" for phase, taken in self.peaks.items())
-            print(f"Memory in GiB, measured: {peaks}.")
+        peaks = ", ".join(f"{taken / GIB:.2f} {phase}" for phase, taken in self.peaks.items())
+        of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        print(f"Memory in GiB, measured: {peaks or f'{of_process:.2f}'}.")
 
 
 if __name__ == "__main__":
