@@ -1011,7 +1011,10 @@ def test_a_resumed_run_is_the_same_to_the_bit(tiny, undisturbed, tmp_path):
     assert [path.name for path in (run / "checkpoint").iterdir()] == ["state.pt"]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling vLLM for the CPU needs g++")
+@pytest.mark.skipif(
+    shutil.which("g++") is None or " " in torch.__file__,
+    reason="compiling vLLM for the CPU needs g++, and a path without a space",
+)
 def test_a_compiled_engine_follows_the_weights_too(tiny, tmp_path):
     command = [argument for argument in EASY_RUN if argument != "--eager"]
     finish(start_pods(tmp_path, f"--model={tiny}", *command, "--max-steps=3"))
@@ -1317,6 +1320,10 @@ def test_compiling_without_a_compiler_is_refused_and_eager_needs_none(tiny, monk
     monkeypatch.setenv("CXX", "no-such-compiler")
     cfg = cpu_config(tiny, eager=False)
     with pytest.raises(checks.Refusal, match="with no-such-compiler, and there is none; .* --eager"):
+        checks.started(lambda *args: pytest.fail("started"), cfg, False)
+    monkeypatch.setenv("CXX", sys.executable)  # there, as a compiler would be
+    monkeypatch.setattr(torch, "__file__", "/a b/torch/__init__.py")
+    with pytest.raises(checks.Refusal, match="path with a space, /a b/torch.*; add --eager"):
         checks.started(lambda *args: pytest.fail("started"), cfg, False)
     for cfg, on_gpu in ((cfg, True), (replace(cfg, eager=True), False)):
         assert checks.started(lambda *args: "an engine", cfg, on_gpu) == "an engine"

@@ -141,6 +141,8 @@ def started(start: Callable, cfg, on_gpu: bool):
         raise Refusal(
             f"vLLM compiles for the CPU with {compiler}, and there is none; without it, add --eager"
         )
+    if not (on_gpu or cfg.eager) and " " in torch.__file__:
+        raise Refusal(f"torch cannot compile from a path with a space, {torch.__file__}; add --eager")
     try:
         return start(cfg, on_gpu)
     except ValueError as error:
