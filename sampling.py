@@ -54,11 +54,11 @@ def max_variance(rewards: torch.Tensor, m: int) -> torch.Tensor:
     #
     #    In numbers, n = 5, m = 3, the rewards 1.0 0.8 0.2 0.1 0.0 (not shifted here, to keep them short):
     #
-    #        k    kept           sum r             sum r^2             sum r^2 / 3 - (sum r / 3)^2
-    #        0    0.2 0.1 0.0    0.3               0.05                0.007
-    #        1    1.0 0.1 0.0    + 1.0 - 0.2 = 1.1  + 1.00 - 0.04 = 1.01   0.202   <- the best
-    #        2    1.0 0.8 0.0    + 0.8 - 0.1 = 1.8  + 0.64 - 0.01 = 1.64   0.187
-    #        3    1.0 0.8 0.2    + 0.2 - 0.0 = 2.0  + 0.04 - 0.00 = 1.68   0.116
+    #        k    kept           sum r               sum r^2                sum r^2 / 3 - (sum r / 3)^2
+    #        0    0.2 0.1 0.0                  0.3                   0.05   0.007
+    #        1    1.0 0.1 0.0    + 1.0 - 0.2 = 1.1   + 1.00 - 0.04 = 1.01   0.202   <- the best
+    #        2    1.0 0.8 0.0    + 0.8 - 0.1 = 1.8   + 0.64 - 0.01 = 1.64   0.187
+    #        3    1.0 0.8 0.2    + 0.2 - 0.0 = 2.0   + 0.04 - 0.00 = 1.68   0.116
 
     powers = torch.stack((centred, centred**2))
     bottom = powers[..., n - m :]

@@ -142,10 +142,8 @@ def textbook(rewards: list[float], m: int) -> list[int]:
 
 def selection(repeats: int) -> None:
     for n in (16, 64, 512, 4096, 65_536, 1_000_000):
-        m, rewards = (
-            n // 4,
-            torch.rand(n, generator=torch.Generator().manual_seed(n), device="cpu").to(DEVICE),
-        )
+        m = n // 4
+        rewards = torch.rand(n, generator=torch.Generator().manual_seed(n)).to(DEVICE)
         calls = dict(ours=lambda: max_variance(rewards, m), sort=lambda: rewards.sort(descending=True))
         if n <= 4096:
             values = rewards.tolist()
@@ -405,6 +403,13 @@ def engine(variant: dict, repeats: int) -> None:
 # ----- 4 and 5. Sync, and the shares of a step
 
 
+def trained(cfg: Config, steps: int, folder: str) -> list[dict]:
+    """The metrics of a run of pods.py, with next to no evaluation and one checkpoint, at its end."""
+    pods.HERE = Path(folder)
+    pods.train(replace(cfg, max_steps=steps, eval_problems=1, eval_every=1000, save_every=1000))
+    return [json.loads(line) for line in open(pods.HERE / "runs" / cfg.name / "metrics.jsonl")]
+
+
 def step(repeats: int) -> None:
     """pods.py's own training loop, with a clock around each of its functions."""
     seconds = defaultdict(list)
@@ -432,9 +437,7 @@ def step(repeats: int) -> None:
     ):
         clock(module, name, part)
     with tempfile.TemporaryDirectory() as folder:
-        pods.HERE = Path(folder)
-        pods.train(demo(max_steps=repeats + 1, eval_problems=1, eval_every=1000, save_every=1000))
-        metrics = [json.loads(line) for line in open(Path(folder) / "runs" / "bench" / "metrics.jsonl")]
+        metrics = trained(demo(), repeats + 1, folder)
     total = metrics[-1]["train_seconds"]
     parts = {part: sum(taken) for part, taken in seconds.items()}
     # Evaluations, the sync before the first step and the last checkpoint belong to no step.
@@ -519,30 +522,19 @@ def peers(repeats: int) -> None:
 
 def peer(name: str, repeats: int) -> None:
     """For `peers`: prints the median seconds of a step and the peak of memory in bytes."""
-    cfg = demo(
-        n=16,
-        m=16,
-        prompts_per_step=1,
-        max_steps=repeats + 1,
-        eval_problems=1,
-        eval_every=1000,
-        save_every=1000,
-    )
+    cfg, steps = demo(n=16, m=16, prompts_per_step=1), repeats + 1
     with tempfile.TemporaryDirectory() as folder:
         if name == "ours":
-            pods.HERE = Path(folder)
-            pods.train(cfg)
-            metrics = [json.loads(line) for line in open(Path(folder) / "runs" / "bench" / "metrics.jsonl")]
-            ends = [line["train_seconds"] for line in metrics]
+            ends = [metrics["train_seconds"] for metrics in trained(cfg, steps, folder)]
         else:
-            ends = train_trl(cfg, folder)
-    steps = [after - before for before, after in zip(ends, ends[1:])]
+            ends = train_trl(replace(cfg, max_steps=steps), folder)
+    seconds = [after - before for before, after in zip(ends, ends[1:])]
     peak = (
         torch.cuda.max_memory_reserved()
         if ON_GPU
         else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     )
-    print(json.dumps([median(steps[1:]), peak]))
+    print(json.dumps([median(seconds[1:]), peak]))
 
 
 def train_trl(cfg: Config, folder: str) -> list[float]:

@@ -136,12 +136,12 @@ def fetch(setting: str, load: Callable, source: str, *args, **kwargs):
 
 def started(start: Callable, cfg, on_gpu: bool):
     """start(cfg, on_gpu), the engine. Raises Refusal if it cannot compile, or has too little memory."""
-    compiler = os.environ.get("CXX", "g++")
-    if not (on_gpu or cfg.eager or shutil.which(compiler)):
+    compiler, compiles = os.environ.get("CXX", "g++"), not (on_gpu or cfg.eager)
+    if compiles and not shutil.which(compiler):
         raise Refusal(
             f"vLLM compiles for the CPU with {compiler}, and there is none; without it, add --eager"
         )
-    if not (on_gpu or cfg.eager) and " " in torch.__file__:
+    if compiles and " " in torch.__file__:
         raise Refusal(f"torch cannot compile from a path with a space, {torch.__file__}; add --eager")
     try:
         return start(cfg, on_gpu)

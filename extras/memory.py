@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from extras.checks import Refusal
 
 GIB = 2**30
-WORKSPACE = (
-    1.5 * GIB
-)  # CUDA itself, its libraries, vLLM's CUDA graphs: neither in the settings nor in the config
+# Of CUDA itself, its libraries and vLLM's CUDA graphs, of which neither settings nor config tell.
+WORKSPACE = 1.5 * GIB
 QWEN = {  # of Qwen2.5: hidden size, intermediate size, layers, attention heads, key and value heads
     "0.5B": (896, 4864, 24, 14, 2),
     "1.5B": (1536, 8960, 28, 12, 2),
