@@ -314,21 +314,21 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
     return dict(totals) | {"grad_norm": grad_norm}
 
 
-def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]], list[str]]:
-    """The prompt of each problem as token ids, and its gold answer. Leaves out prompts that are too long."""
+def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]], list[dict]]:
+    """The prompts as token ids, and their problems. Leaves out prompts that are too long."""
     messages = [build_messages(problem["question"], cfg.example) for problem in problems]
     prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     fits = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.max_prompt_tokens]
     checks.check_lengths([len(ids) for ids in prompts], cfg.max_prompt_tokens)
-    return [prompts[i] for i in fits], [gold_answer(problems[i]["answer"]) for i in fits]
+    return [prompts[i] for i in fits], [problems[i] for i in fits]
 
 
-def evaluate(llm: LLM, prompts: list[list[int]], golds: list[str], cfg: Config) -> dict[str, float]:
+def evaluate(llm: LLM, prompts: list[list[int]], problems: list[dict], cfg: Config) -> dict[str, float]:
     """Accuracy and format rate of greedy completions."""
     greedy = SamplingParams(temperature=0.0, max_tokens=cfg.max_new_tokens)
     texts = [group[0].text for group in generate(llm, prompts, greedy)]
     return {
-        "eval_accuracy": fmean(map(is_correct, texts, golds)),
+        "eval_accuracy": fmean(is_correct(t, gold_answer(p["answer"])) for t, p in zip(texts, problems)),
         "eval_format": fmean(map(is_well_formed, texts)),
     }
 
@@ -343,7 +343,7 @@ def train(cfg: Config) -> int:
     tokenizer = checks.load_tokenizer(cfg)
     memory = Memory(cfg, on_gpu, LOGITS_AT_ONCE)  # says what the run will need
     keep_freed_memory()
-    prompts, golds = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
+    prompts, problems = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
     test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
     llm = checks.started(start_engine, cfg, on_gpu)
     # Only this attention takes `sees` as it is: another might add True and False to its scores.
@@ -401,7 +401,7 @@ def train(cfg: Config) -> int:
         # m of each n.
         for i, group in zip(chosen, groups):
             for rollout in group:
-                rollout.reward = reward(rollout.text, golds[i])
+                rollout.reward = reward(rollout.text, gold_answer(problems[i]["answer"]))
         rewards, kept = down_sample(groups, cfg)
 
         # The update. A group whose advantages are all 0 has no gradient, but for the KL penalty's: no work.
@@ -431,7 +431,7 @@ def train(cfg: Config) -> int:
             **updates[-1],
             "logprob_gap": updates[0]["logprob_gap"],  # engine against trainer, before the weights changed
         }
-        runs.log_rollouts(run, step, groups[0], golds[chosen[0]])
+        runs.log_rollouts(run, step, groups, [problems[i] for i in chosen])
         watch(metrics)
 
     bar.close()

@@ -911,7 +911,7 @@ def test_engine_and_trainer_agree_before_and_after_an_update(llm, model, tiny):
 def test_sampling_follows_the_global_seed_and_not_the_calls_before(llm, model):
     pods.sync(llm, model, torch.float32)
     _, first = engine_gap(llm, model, 1.0, seed=1)
-    pods.evaluate(llm, [[7, 11, 13] * 60 + [0]], ["1"], Config(max_new_tokens=8))
+    pods.evaluate(llm, [[7, 11, 13] * 60 + [0]], [{"answer": "#### 1"}], Config(max_new_tokens=8))
     _, second = engine_gap(llm, model, 1.0, seed=1)
     _, other = engine_gap(llm, model, 1.0, seed=2)
     assert first == second != other
@@ -967,8 +967,18 @@ def test_two_steps_on_gsm8k_and_transformers_and_vllm_load_the_result(tiny, tmp_
     assert {type(value) for row in metrics for value in row.values()} <= {int, float}
     assert metrics[2]["train_seconds"] > metrics[1]["train_seconds"] > 0
     rollouts = read_jsonl(run / "rollouts.jsonl")
-    assert {row["step"] for row in rollouts} == {1, 2}
-    assert {"reward", "kept", "completion"} <= rollouts[0].keys()
+    assert Counter(row["step"] for row in rollouts) == {1: 12, 2: 12}  # all of 2 prompts x 6
+    for i in range(0, 24, 6):
+        group = rollouts[i : i + 6]
+        assert len({row["question"] for row in group}) == 1 and sum(row["kept"] for row in group) == 3
+        assert group[0]["gold"] == gold_answer(
+            next(
+                p["answer"]
+                for p in pods.load_problems(str(shared("gsm8k")), "train")
+                if p["question"] == group[0]["question"]
+            )
+        )
+    assert sum(row["reward"] for row in rollouts[:12]) / 12 == pytest.approx(metrics[1]["reward_mean"])
     trained = AutoModelForCausalLM.from_pretrained(run / "model")
     assert trained.dtype == torch.bfloat16
     start = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.bfloat16).state_dict()
@@ -1234,8 +1244,8 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(command, tmp_path):
 def test_long_prompts_are_counted_and_left_out(tiny, capsys):
     rows = [{"question": "x" * length, "answer": "#### 1"} for length in (10, 2000, 3000)]
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    prompts, golds = pods.encode(rows, tokenizer, Config(max_prompt_tokens=900))
-    assert len(prompts) == len(golds) == 1
+    prompts, problems = pods.encode(rows, tokenizer, Config(max_prompt_tokens=900))
+    assert len(prompts) == 1 and problems == rows[:1]
     assert "Left out 2 of 3 problems" in capsys.readouterr().out
 
 

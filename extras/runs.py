@@ -18,7 +18,7 @@ from typing import IO
 import torch
 
 from extras.checks import Refusal
-from rewards import is_well_formed
+from rewards import gold_answer, is_well_formed
 
 MAY_CHANGE = ("max_steps", "max_minutes", "save_every", "fresh")  # when a run goes on; no other setting may
 
@@ -76,10 +76,10 @@ def forget_after(run: Path, step: int) -> None:
         write_whole(log, lambda file: file.write(kept))
 
 
-def append(log: Path, row: dict) -> None:
-    """One more line for a .jsonl file."""
+def append(log: Path, *rows: dict) -> None:
+    """More lines for a .jsonl file."""
     with open(log, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def measure(groups: list[list], rewards: torch.Tensor, kept: torch.Tensor) -> dict[str, float]:
@@ -99,11 +99,15 @@ def measure(groups: list[list], rewards: torch.Tensor, kept: torch.Tensor) -> di
     }
 
 
-def log_rollouts(run: Path, step: int, group: list, gold: str) -> None:
-    """Four rollouts of one prompt, from the worst to the best."""
-    for r in sorted(group, key=lambda r: r.reward)[:: max(1, len(group) // 4)]:
-        row = dict(step=step, reward=r.reward, kept=r.kept, gold=gold, completion=r.text)
-        append(run / "rollouts.jsonl", row)
+def log_rollouts(run: Path, step: int, groups: list[list], problems: list[dict]) -> None:
+    """All rollouts of a step, a line each: a prompt's n together, in the order that the rules saw."""
+    rows = [
+        dict(step=step, prompt=i, question=problem["question"], gold=gold_answer(problem["answer"]))
+        | dict(reward=r.reward, kept=r.kept, advantage=r.advantage, truncated=r.truncated, completion=r.text)
+        for i, (group, problem) in enumerate(zip(groups, problems), start=1)
+        for r in group
+    ]
+    append(run / "rollouts.jsonl", *rows)
 
 
 def say_how_to_ask(model: Path, example: bool) -> None:
