@@ -103,7 +103,27 @@ def demo(**settings) -> Config:
 
 def load(cfg: Config):
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32, attn_implementation="sdpa")
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(DEVICE).train()
+
+
+def one_step(llm, model, optimizer, prompts: list[list[int]], score: Callable, cfg: Config) -> None:
+    """A step of pods.train, without what is around it. score(prompt, i, rollout) is its reward."""
+    params = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
+    groups = pods.generate(llm, prompts, params)
+    for prompt, group in enumerate(groups):
+        for i, rollout in enumerate(group):
+            rollout.reward = score(prompt, i, rollout)
+    pods.down_sample(groups, cfg)
+    learn = [r for group in groups for r in group if r.kept and any(other.advantage for other in group)]
+    llm.sleep(level=2)
+    for _ in range(cfg.updates_per_batch):
+        pods.update(model, None, optimizer, learn, len(prompts) * cfg.m, cfg)
+    torch.cuda.empty_cache()
+    llm.wake_up(tags=["weights"])
+    pods.sync(llm, model, getattr(torch, cfg.dtype))
+    llm.wake_up(tags=["kv_cache"])
 
 
 def prompts_of(cfg: Config, count: int) -> list[list[int]]:
@@ -484,22 +504,14 @@ def step(repeats: int) -> None:
 def growth(repeats: int) -> None:
     """Steps of one prompt, at several n and m. Each group gets rewards of two kinds: none is left out."""
     cfg = demo(n=128, m=64, prompts_per_step=1)
-    prompts, model = prompts_of(cfg, 8), load(cfg)
+    prompts, model = prompts_of(cfg, 1), load(cfg)
     optimizer = pods.AdamW(model.parameters(), 1e-7, fused=True)
     llm = pods.start_engine(cfg, ON_GPU)
 
+    score = lambda prompt, i, rollout: pods.reward(rollout.text, "7") + i % 2
+
     def one(n: int, m: int) -> None:
-        here = replace(cfg, n=n, m=m)
-        params = SamplingParams(n=n, temperature=1.0, max_tokens=cfg.max_new_tokens, logprobs=0)
-        groups = pods.generate(llm, [prompts[0]], params)
-        for i, rollout in enumerate(groups[0]):
-            rollout.reward = pods.reward(rollout.text, "7") + i % 2
-        pods.down_sample(groups, here)
-        llm.sleep(level=2)
-        pods.update(model, None, optimizer, [r for r in groups[0] if r.kept], m, here)
-        llm.wake_up(tags=["weights"])
-        pods.sync(llm, model, torch.bfloat16)
-        llm.wake_up(tags=["kv_cache"])
+        one_step(llm, model, optimizer, prompts, score, replace(cfg, n=n, m=m))
 
     grid = [(16, 16), (64, 16), (128, 16), (64, 4), (64, 64)]
     rounds = in_turns(repeats, **{f"{n},{m}": lambda n=n, m=m: one(n, m) for n, m in grid})

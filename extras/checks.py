@@ -3,6 +3,7 @@
 A Refusal is a setting or an input that cannot work (exit code 2), anything else a failure (exit code 1).
 """
 
+import argparse
 import json
 import math
 import os
@@ -23,40 +24,50 @@ class Refusal(Exception):
     """A setting or an input that cannot work. Its text names the value, and what would be right."""
 
 
-def parse(config_class: type, description: str):
-    """The settings from the command line."""
+class Parser(argparse.ArgumentParser):
+    """For a script: its help is `doc`, and a wrong argument is a Refusal, not a page of usage."""
 
-    class Parser(HfArgumentParser):
-        def error(self, message: str):  # argparse would print a page of usage first
-            raise Refusal(f"{message}; --help explains all settings")
+    def __init__(self, doc: str):
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    parser = Parser(config_class, description=description.partition("\n")[0])
-    cfg, unknown = parser.parse_args_into_dataclasses(look_for_args_file=False, return_remaining_strings=True)
+    def error(self, message: str):
+        raise Refusal(f"{message}; --help explains all settings")
+
+
+def parse(config_class: type, description: str, arguments: list[str] | None = None):
+    """The settings from `arguments`, those of the command line if it is None."""
+
+    class Settings(HfArgumentParser):
+        error = Parser.error
+
+    parser = Settings(config_class, description=description.partition("\n")[0])
+    options = dict(look_for_args_file=False, return_remaining_strings=True)
+    cfg, unknown = parser.parse_args_into_dataclasses(arguments, **options)
     if unknown:
         raise Refusal(f"there is no setting {unknown[0]}; --help explains all settings")
     return cfg
 
 
-def explained(run: Callable[[], int]) -> int:
+def explained(run: Callable[[], int], program: str = "pods.py", trains: bool = True) -> int:
     """The exit code of run(), where what is known to go wrong ends in one line on stderr."""
     try:
         return run()
     except Refusal as error:
         message, code = str(error), 2
     except KeyboardInterrupt:
-        message, code = "interrupted before the first step", 130
+        message, code = "interrupted" + " before the first step" * trains, 130
     except FloatingPointError as error:
         message, code = f"{error}. The last checkpoint is good; a lower --lr may help", 1
     except (OSError, SafetensorError) as error:
-        message = f"{error}. The last checkpoint is whole: once this is mended, the same command goes on"
-        code = 1
+        saved = ". The last checkpoint is whole: once this is mended, the same command goes on"
+        message, code = f"{error}{saved if trains else ''}", 1
     except (MemoryError, RuntimeError) as error:
         of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not of_memory and "can't allocate memory" not in str(error):
             raise
         hint = "lower --micro-batch-tokens, turn on --gradient-checkpointing, or take a smaller --model"
         message, code = f"out of memory: {hint}. The last checkpoint is whole", 1
-    print(f"pods.py: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
