@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Sets everything up and trains.        bash run_gsm8k.sh                 (more arguments go to pods.py)
 # Sets everything up and runs pytest.   bash run_gsm8k.sh test            (more arguments go to pytest)
+# GRPO beside PODS, with a figure.      bash run_gsm8k.sh compare         (--seeds 3; see extras/compare.py)
 #
 # With a CUDA GPU: Qwen2.5 on GSM8K. Without one: the same code on a small model and easy problems.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-venv=$here/.venv
+venv=$here/.venv log=$here/.venv/install.log
 die() { echo "run_gsm8k.sh: $*" >&2; exit 1; }
 
 # 1. What is this machine?
@@ -33,6 +34,10 @@ else
 fi
 
 # 2. The virtual environment, once for each version of the requirements.
+pip() {
+    "$venv/bin/python" -m pip --disable-pip-version-check "$@" >> "$log" 2>&1 ||
+        die "pip $1 failed: $(grep -i '^ERROR' "$log" | tail -n 1). Is there a network? All of it: $log"
+}
 if ! cmp -s "$requirements" "$venv/installed.txt"; then
     free_gib=$(($(df -Pk "$here" | awk 'NR == 2 { print $4 }') / 1048576))
     [ "$free_gib" -ge "$need_gib" ] || die "$here has $free_gib GiB of free disk; the setup needs $need_gib"
@@ -44,11 +49,6 @@ if ! cmp -s "$requirements" "$venv/installed.txt"; then
     [ -n "$python" ] || die "needs Python 3.11 to 3.14 with its venv module (name one with PYTHON=...)"
     echo "Installing into .venv (downloads $install) ..."
     "$python" -m venv --clear "$venv" || die "$python could not make $venv"
-    log=$venv/install.log
-    pip() {
-        "$venv/bin/python" -m pip --disable-pip-version-check "$@" >> "$log" 2>&1 ||
-            die "pip $1 failed: $(grep -i '^ERROR' "$log" | tail -n 1). Is there a network? All of it: $log"
-    }
     if [ "$gpu_mib" -eq 0 ]; then
         # PyPI lacks torch's CPU build. Only this package asks the other page: out of reach, it costs time.
         torch_wheels=https://download.pytorch.org/whl/cpu/torch/
@@ -61,22 +61,30 @@ if ! cmp -s "$requirements" "$venv/installed.txt"; then
     [ "$gpu_mib" -gt 0 ] || pip uninstall -y torchvision torchaudio torchcodec
     cp "$requirements" "$venv/installed.txt"
 fi
+if [[ "${1-}" =~ ^(test|compare)$ ]] && ! cmp -s "$here/extras/requirements.txt" "$venv/extras.txt"; then
+    pip install -r "$here/extras/requirements.txt" # to draw figures
+    cp "$here/extras/requirements.txt" "$venv/extras.txt"
+fi
 
-# 3. Test, or train.
+# 3. Test, train, or compare.
 if [ "${1-}" = test ]; then
     cd "$here"
     export OMP_WAIT_POLICY=PASSIVE # threads that spin while they wait make a busy machine crawl
-    exec "$venv/bin/python" -m pytest -o "markers=kills: takes minutes" -m "not kills" "${@:2}"
+    exec "$venv/bin/python" -m pytest -m "not kills" "${@:2}"
 fi
-pods=("$venv/bin/python" -W ignore::FutureWarning "$here/pods.py" --model "$model")
 if [ "$gpu_mib" -gt 0 ]; then
     "$venv/bin/python" -c 'import torch; torch.cuda.init()' 2> /dev/null ||
         die "torch cannot use this GPU; most often its driver is too old (nvidia-smi tells its version)"
-    echo "GPU with $gpu_gib GiB: training $model on GSM8K (3B from 75 GiB, 1.5B from 40, 0.5B from 20)."
-    exec "${pods[@]}" --name gsm8k --gradient-checkpointing --save-every 50 "$@"
+    echo "GPU with $gpu_gib GiB: $model on GSM8K (3B from 75 GiB, 1.5B from 40, 0.5B from 20)."
+    settings=(--gradient-checkpointing --save-every 50) of_one_run=(--name gsm8k)
+else
+    echo "No CUDA GPU: this is the CPU demonstration. It trains a 135M-parameter model on easy one-step problems,"
+    echo "not on GSM8K, through the same code and the real vLLM. About 7 minutes a run on 2 cores."
+    [ -d "$model" ] || "$venv/bin/python" "$here/extras/unpack.py" "$model" || die "could not unpack $model"
+    settings=(--data easy --example --eager --n 16 --m 4 --prompts-per-step 6 --lr 1e-5 --max-prompt-tokens 192
+        --max-new-tokens 64 --micro-batch-tokens 1024) of_one_run=(--name cpu-demo --max-steps 24 --eval-every 8)
 fi
-echo "No CUDA GPU: this is the CPU demonstration. It trains a 135M-parameter model on easy one-step problems,"
-echo "not on GSM8K, through the same code and the real vLLM. About 7 minutes on 2 cores."
-[ -d "$model" ] || "$venv/bin/python" "$here/extras/unpack.py" "$model" || die "could not unpack $model"
-exec "${pods[@]}" --data easy --name cpu-demo --example --eager --n 16 --m 4 --prompts-per-step 6 --lr 1e-5 \
-    --max-prompt-tokens 192 --max-new-tokens 64 --micro-batch-tokens 1024 --max-steps 24 --eval-every 8 "$@"
+python=("$venv/bin/python" -W ignore::FutureWarning)
+[ "${1-}" != compare ] ||
+    exec "${python[@]}" "$here/extras/compare.py" --model "$model" "${settings[@]}" "${@:2}"
+exec "${python[@]}" "$here/pods.py" --model "$model" "${settings[@]}" "${of_one_run[@]}" "$@"

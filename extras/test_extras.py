@@ -1,0 +1,449 @@
+"""Tests of the scripts in this folder that compare, draw and show runs. pytest finds them with the others."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import pods
+from extras import checks, compare, gradients, plot_runs, show_rollouts
+from extras.plot_runs import read_run, table
+from sampling import RULES
+from test_pods import finish, shared, start_pods, tiny  # noqa: F401
+
+pytest.importorskip("matplotlib", reason="needs extras/requirements.txt")
+EXTRAS = Path(__file__).resolve().parent
+
+
+def made_up_run(
+    folder: Path, n=8, m=2, rule="max_variance", seed=0, accuracies=(0.4, 0.5, 0.7), step=30.0
+) -> Path:
+    """Two steps between evaluations, `step` seconds each."""
+    folder.mkdir()
+    cfg = dict(n=n, m=m, rule=rule, seed=seed, prompts_per_step=2)
+    (folder / "config.json").write_text(json.dumps(cfg))
+    rows = []
+    for i in range(2 * len(accuracies) - 1):
+        row = dict(step=i, train_seconds=i * step)
+        if i:
+            row |= dict(
+                generate_seconds=step / 3,
+                update_seconds=2 * step / 3,
+                reward_mean=0.1 * i,
+                tokens_generated=40 * n,
+            )
+        rows.append(row | (dict(eval_accuracy=accuracies[i // 2], eval_format=i / 8) if i % 2 == 0 else {}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rollouts = [
+        dict(
+            step=step,
+            prompt=prompt,
+            question=f"Q{step}{prompt}?",
+            gold="4",
+            reward=[0.0, 0.1, 1.2][i % 3],
+            kept=i >= n - m,
+        )
+        | dict(
+            advantage=float(i - n + 1.5) if i >= n - m else 0.0,
+            truncated=i == 0,
+            completion=f"answer {i}\x1b[31m",
+        )
+        for step in (1, 2)
+        for prompt in (1, 2)
+        for i in range(n)
+    ]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rollouts))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path) -> list[Path]:
+    """Two arms, two seeds each. GRPO: its best after 2 minutes and after 1; PODS takes 20 s a step."""
+    return [
+        made_up_run(tmp_path / "grpo-0", m=8, accuracies=(0.4, 0.5, 0.6)),
+        made_up_run(tmp_path / "grpo-1", m=8, seed=1, accuracies=(0.4, 0.7, 0.6)),
+        made_up_run(tmp_path / "pods-0", accuracies=(0.4, 0.6, 0.8), step=20.0),
+        made_up_run(tmp_path / "pods-1", seed=1, accuracies=(0.4, 0.5, 0.6), step=20.0),
+    ]
+
+
+@pytest.fixture
+def script(monkeypatch, capsys):
+    """The main of a script in this process: exit code, stdout, stderr."""
+
+    def run(module, *arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, arguments)])
+        return checks.explained(module.main, f"{module.__name__}.py"), *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refused(script):
+    """The one line on stderr of a script that ends with exit code 2."""
+
+    def run(*arguments) -> str:
+        code, _, err = script(*arguments)
+        assert code == 2 and err.count("\n") == 1, err
+        return err
+
+    return run
+
+
+# ----- Curves and tables
+
+
+def test_the_table_by_hand(runs):
+    lines = table([read_run(run) for run in runs], 2.0, None).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[0][3:8] == ["accuracy at 0.5 min", "1 min", "2 min", "best", "well-formed, last"]
+    assert cells[0][8:] == ["min to GRPO 8's best", "speed-up"]
+    # GRPO after 0.5 minutes, half-way to its first evaluation: 45 and 55 %.
+    assert cells[2] == ["GRPO 8", "4", "30.0", "50.0 (45.0 to 55.0)", "60.0 (50.0 to 70.0)", "60.0"] + [
+        "65.0 (60.0 to 70.0)", "50", "1.5 (1.0 to 2.0)", "1.00"
+    ]  # fmt: skip
+    # PODS, evaluated after 40 and 80 s: seed 0 has 60 % after 40, where GRPO took 120; seed 1 never 70 %.
+    assert cells[3][0] == "max-variance 8 to 2" and cells[3][2] == "20.0"
+    assert cells[3][3] == "51.2 (47.5 to 55.0)" and cells[3][5] == "70.0 (60.0 to 80.0)"
+    assert cells[3][8:] == ["never (0.7 to never)", "1.50 (0.00 to 3.00)"]
+
+
+def test_times_by_the_median_step(runs):
+    found = [read_run(run) for run in runs]
+    assert plot_runs.median_step_seconds(found) == {"GRPO 8": 30.0, "max-variance 8 to 2": 20.0}
+    assert plot_runs.minutes_of(found[2], None) == [0, 40 / 60, 80 / 60]
+    assert plot_runs.minutes_of(found[2], 60.0) == [0, 2, 4]
+    row = table(found, 2.0, {"GRPO 8": 30.0, "max-variance 8 to 2": 60.0}).splitlines()[3]
+    assert "| 60.0 |" in row and "never (2.0 to never) | 0.50 (0.00 to 1.00)" in row
+
+
+def test_curves_between_and_outside_their_points():
+    assert [plot_runs.at(x, [0, 2, 4], [1, 5, 3]) for x in (-1, 0, 1, 2, 3.5, 4, 9)] == [
+        1,
+        1,
+        3,
+        5,
+        3.5,
+        3,
+        3,
+    ]
+
+
+def test_arms_are_in_order_and_have_colours_of_their_own(tmp_path):
+    kinds = [
+        (16, 4, "random"),
+        (16, 16, "max_variance"),
+        (16, 4, "max_variance"),
+        (4, 4, "random"),
+        (16, 4, "max_reward"),
+    ]
+    found = [read_run(made_up_run(tmp_path / str(i), n, m, rule)) for i, (n, m, rule) in enumerate(kinds)]
+    names = ["GRPO 4", "GRPO 16", "max-variance 16 to 4", "max-reward 16 to 4", "random 16 to 4"]
+    assert list(plot_runs.by_arm(found)) == names
+    assert len(set(plot_runs.colours(found).values())) == 5
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap():
+    figure, ((axes,),) = plot_runs.canvas(1)
+    axes.set_ylim(0, 100)
+    plot_runs.label_ends(axes, [(1, 50 + 0.1 * i, f"arm {i}", "k") for i in range(5)])
+    figure.canvas.draw()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 5 and not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+
+
+def test_figures_and_table_are_written_and_drawn_with_the_paper(runs, tmp_path, script):
+    out = tmp_path / "out"
+    out.mkdir()
+    code, text, err = script(plot_runs, *runs, "--out", out, "--paper", "--step", 2)
+    assert code == 0, err
+    for name in ("accuracy", "training", "rewards"):
+        assert (out / f"{name}.png").stat().st_size > 10_000
+    assert (out / "table.md").read_text().strip() in text
+    figure = plot_runs.accuracy_figure(
+        [read_run(r) for r in runs], {"GRPO 8": 30.0, "max-variance 8 to 2": 20.0}, True
+    )
+    drawn = [len(axes.lines) for axes in figure.axes]
+    assert drawn == [2, 2 + 4, 2]
+    best = max(line.get_ydata().max() for line in figure.axes[1].lines)
+    assert best == pytest.approx(82.6, abs=0.1)  # the paper's, of max-variance 64 to 16
+
+
+def test_the_rewards_that_are_drawn_are_those_of_the_step(runs):
+    figure = plot_runs.rewards_figure([read_run(runs[0]), read_run(runs[2])], 1)
+    heights = [[round(bar.get_height()) for bar in axes.patches if bar.get_height()] for axes in figure.axes]
+    # 8 rollouts of each of 2 prompts, rewards 0, 0.1, 1.2, 0, 0.1, 1.2, 0, 0.1; kept are the last 2 of 8.
+    assert heights == [[6, 6, 4, 6, 6, 4], [6, 6, 4, 2, 2]]
+
+
+@pytest.mark.parametrize(
+    "file, text, named",
+    [
+        ("metrics.jsonl", None, "metrics.jsonl"),
+        ("metrics.jsonl", "", "has no finished step yet"),
+        (
+            "metrics.jsonl",
+            '{"step": 0, "train_seconds": 0}\n{"step": 1, bro\n{}\n',
+            "metrics.jsonl, line 2 is broken",
+        ),
+        (
+            "metrics.jsonl",
+            '{"step": 1, "train_seconds": 1, "eval_accuracy": 1, "eval_format": 1}\n',
+            "lacks 'tokens_generated'",
+        ),
+        ("config.json", "{", "is not the folder of a run"),
+        ("config.json", '{"n": 8}', "lacks 'm'"),
+        ("rollouts.jsonl", "", "has no rollouts of step 1"),
+    ],
+)
+def test_a_broken_run_folder_is_one_line(runs, tmp_path, file, text, named, refused):
+    (runs[0] / file).unlink()
+    if text is not None:
+        (runs[0] / file).write_text(text)
+    line = refused(plot_runs, *runs, "--out", tmp_path)
+    assert named in line and str(runs[0]) in line
+
+
+def test_other_inputs_that_cannot_be_drawn_are_one_line(runs, tmp_path, refused):
+    (tmp_path / "empty").mkdir()
+    assert "empty is not the folder of a run" in refused(plot_runs, tmp_path / "empty")
+    assert "RUN" in refused(plot_runs)
+    assert "nowhere" in refused(plot_runs, runs[0], "--out", "nowhere")
+    assert "has no rollouts of step 9" in refused(plot_runs, runs[0], "--out", tmp_path, "--step", 9)
+
+
+def test_a_run_that_is_still_going_can_be_drawn(runs):
+    with open(runs[0] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "train_sec')
+    assert len(read_run(runs[0]).steps) == 4
+
+
+def test_the_papers_curves_are_those_that_its_authors_published():
+    ours = json.loads((EXTRAS / "paper_results.json").read_text())
+    theirs = json.loads(shared("paper_results.json").read_text())
+    assert len(ours["curves"]) == len(theirs["runs"]) == 10 and "Apache-2.0" in ours["source"]
+    for curve in ours["curves"]:
+        name = "grpo" if curve["n"] == curve["m"] else curve["rule"]
+        assert curve["accuracy"] == theirs["runs"][f"{name} n={curve['n']} m={curve['m']}"]["accuracy"]
+
+
+# ----- Single rollouts
+
+
+def test_rollouts_are_shown_plain_when_piped(runs):
+    command = [sys.executable, EXTRAS / "show_rollouts.py", runs[2], "1", "--prompt=2"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = text.splitlines()
+    assert lines[:2] == ["Q12?", "answer 4; 2 of 8 rollouts kept"]
+    heads = [line for line in lines if line.startswith("---")]
+    assert (
+        len(heads) == 8
+        and heads[0] == "--- reward 1.2, not kept"
+        and "reward 0, not kept, cut off" in str(heads)
+    )
+    assert (
+        "--- reward 0.1, kept, advantage +0.500" in heads and "--- reward 0, kept, advantage -0.500" in heads
+    )
+    assert sorted(re.findall(r"answer (\d)\N{REPLACEMENT CHARACTER}\[31m", text)) == list("01234567")
+    assert "\x1b" not in text
+
+
+def test_rollouts_are_coloured_on_a_terminal(runs):
+    ours, theirs = pty.openpty()
+    subprocess.run([sys.executable, EXTRAS / "show_rollouts.py", runs[2], "1"], stdout=theirs, check=True)
+    text = os.read(ours, 100_000).decode()
+    assert f"{show_rollouts.GREEN}--- reward 0.1, kept, advantage +0.500{show_rollouts.END}" in text
+    assert f"{show_rollouts.DIM}--- reward 1.2, not kept" in text
+
+
+def test_rollouts_that_are_not_there_are_one_line(runs, tmp_path, refused):
+    (tmp_path / "empty").mkdir()
+    assert "has no step 3; it has 1 to 2" in refused(show_rollouts, runs[0], 3)
+    assert "--prompt is 3, but step 1 has 1 to 2" in refused(show_rollouts, runs[0], 1, "--prompt", 3)
+    assert "empty is not the folder of a run" in refused(show_rollouts, tmp_path / "empty", 1)
+    assert "invalid int value" in refused(show_rollouts, runs[0], "last")
+    (runs[0] / "rollouts.jsonl").write_text('{"step": 1}\n')
+    assert "rollouts.jsonl, line 1 is broken" in refused(show_rollouts, runs[0], 1)
+
+
+# ----- Gradients of subsets
+
+
+def test_a_sketch_keeps_inner_products():
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 100_003)
+    b += a  # so that the inner product is far from 0
+    sketch = gradients.Sketch(100_003, 2**14, torch.device("cpu"))
+    sa, sb = sketch([a[:7], a[7:]]), sketch([b])
+    for x, y, sx, sy in ((a, b, sa, sb), (a, a, sa, sa), (b, b, sb, sb)):
+        assert (sx @ sy).item() == pytest.approx((x @ y).item(), abs=4 * (x.norm() * y.norm()).item() / 2**7)
+    assert torch.allclose(sketch([a + 2 * b]), sa + 2 * sb, atol=1e-3)
+    exact = gradients.Sketch(100_003, 2**17, torch.device("cpu"))  # more buckets than numbers
+    assert (exact([a]) @ exact([b])).item() == pytest.approx((a @ b).item(), rel=1e-4)
+
+
+def test_sketched_gradients_add_up_to_that_of_an_update(tiny, monkeypatch):  # noqa: F811
+    """The weighted sum of single gradients is what pods.update leaves for the optimizer."""
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="sdpa")
+    cfg = pods.Config(str(tiny), n=4, m=2, prompts_per_step=2, dtype="float32", max_grad_norm=1e9)
+    torch.manual_seed(0)
+    ids = lambda count: torch.randint(100, (count,)).tolist()
+    groups = []
+    for _ in range(2):
+        prompt = ids(9)
+        groups.append([pods.Rollout(prompt, ids(3 + i), [], "", False, reward=i % 3 / 2) for i in range(4)])
+    rollouts = sum(groups, [])
+    for rollout in rollouts:
+        with torch.no_grad():
+            packed = pods.pack([rollout], torch.device("cpu"))
+            rollout.logprobs = pods.completion_logprobs(model, *packed, cfg.temperature).tolist()
+    size = sum(p.numel() for p in model.parameters())
+    found = gradients.gradients(model, groups, cfg, buckets=size)
+    rewards, kept = pods.down_sample(groups, cfg)
+    A = pods.advantages(rewards, kept)
+    weights = torch.zeros_like(rewards).scatter(-1, kept, A / 2) / 2  # the mean over 2 kept, then 2 prompts
+    expected = torch.einsum("pi,pib->b", weights.float(), found)
+
+    class Keep(torch.optim.SGD):
+        def step(self):
+            self.kept = gradients.Sketch(size, size, torch.device("cpu"))(
+                [p.grad for p in model.parameters()]
+            )
+
+    optimizer = Keep(model.parameters(), lr=0.0)
+    pods.update(model, None, optimizer, [r for r in rollouts if r.kept], 4, cfg)
+    assert torch.allclose(optimizer.kept, expected, atol=1e-6 + 1e-4 * expected.abs().max().item())
+    assert expected.norm() > 0.01
+
+
+def test_the_study_of_subsets_against_explicit_gradients():
+    torch.manual_seed(0)
+    prompts, n = 4, 8
+    g = torch.randn(prompts, n, 50).double()
+    rewards = torch.tensor(
+        [[1.0, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0.1, 0.2], [0] * 8, [1] * 7 + [0]]
+    ).double()
+    grams = torch.einsum("pid,qjd->pqij", g, g)
+    rows = gradients.study(rewards, grams, per_step=2)
+    full = pods.advantages(rewards, torch.arange(n).expand(prompts, n))
+    for rule, m in (("max_variance", 4), ("max_reward", 2), ("max_variance", 8)):
+        kept = RULES[rule](rewards, m)
+        A = pods.advantages(rewards, kept)
+        for step in range(2):
+            a = sum((full[p, i] * g[p, i] / n for p in (2 * step, 2 * step + 1) for i in range(n)))
+            b = sum(
+                (
+                    A[p, j] * g[p, i] / m
+                    for p in (2 * step, 2 * step + 1)
+                    for j, i in enumerate(kept[p].tolist())
+                )
+            )
+            (row,) = (r for r in rows if (r["rule"], r["m"], r["step"]) == (rule, m, step))
+            assert row["norm"] == pytest.approx((b.norm() / a.norm()).item())
+            assert row["cosine"] == pytest.approx(
+                (a @ b / a.norm() / b.norm()).item() if b.norm() > 0 else 0.0
+            )
+    at = lambda rule, m, step: [r for r in rows if (r["rule"], r["m"], r["step"]) == (rule, m, step)]
+    assert at("max_variance", 8, 0)[0]["cosine"] == pytest.approx(1)
+    assert [at("max_variance", 2, step)[0]["idle"] for step in range(2)] == [0, 0.5]
+    assert [at("max_reward", 4, step)[0]["idle"] for step in range(2)] == [0.5, 1]
+    random = at("random", 2, 0)
+    assert len(random) == gradients.DRAWS and len({r["cosine"] for r in random}) > 5
+    # 2 of 8 with one right miss it 3 times in 4; with 4 right, 2 wrong and 2 between, they tie 7 in 28.
+    assert sum(r["idle"] for r in random) / len(random) == pytest.approx((3 / 4 + 7 / 28) / 2, abs=0.15)
+    drawn = gradients.figure(rows, n)
+    assert [len(axes.lines) for axes in drawn.axes] == [3, 3, 3]
+    assert len(gradients.table(rows).splitlines()) == 2 + 3 * 3
+
+
+# ----- A whole comparison
+
+
+SMALL = [
+    "--n=4",
+    "--m=2",
+    "--prompts-per-step=1",
+    "--max-prompt-tokens=1200",
+    "--max-new-tokens=12",
+    "--eval-problems=4",
+]
+SMALL += ["--lr=1e-3", "--eager", "--data=easy", "--dtype=float32", "--save-every=1", "--minutes=0.02"]
+NAMES = [f"compare-{arm}-0" for arm in ("grpo-2", "grpo-4", "max_variance", "max_reward", "random")]
+
+
+def start_compare(folder: Path, *arguments: str) -> subprocess.Popen:
+    finish(start_pods(folder, "--help"))  # makes the copy
+    command = [sys.executable, str(folder / "extras" / "compare.py"), *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, start_new_session=True)
+
+
+def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path):  # noqa: F811
+    command = [f"--model={tiny}", *SMALL]
+    process = start_compare(tmp_path, *command)
+    first, second = (tmp_path / "runs" / name for name in NAMES[:2])
+    until = time.time() + 300
+    while not (second / "metrics.jsonl").exists():
+        assert process.poll() is None and time.time() < until, process.communicate()[1][-3000:]
+        time.sleep(0.1)
+    process.kill()  # the run that it had started ends by itself, after its step
+    process.communicate()
+    assert (first / "model").exists() and not (first / "checkpoint" / "state.pt").exists()
+    finished, timing = (
+        (first / "metrics.jsonl").read_text(),
+        (tmp_path / "runs" / "compare" / "timing.json").read_text(),
+    )
+    lock = open(second / "lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for its end
+    lock.close()
+
+    process = start_compare(tmp_path, *command)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err[-3000:]
+    assert "run 5 of 5, random, seed 0: 100%" in err and "0.1 of 0 training minutes" in err
+    assert (first / "metrics.jsonl").read_text() == finished
+    assert (tmp_path / "runs" / "compare" / "timing.json").read_text() == timing
+    settings = [json.loads((tmp_path / "runs" / name / "config.json").read_text()) for name in NAMES]
+    assert [(cfg["n"], cfg["m"]) for cfg in settings] == [(2, 2), (4, 4), (4, 2), (4, 2), (4, 2)]
+    assert [cfg["rule"] for cfg in settings][2:] == ["max_variance", "max_reward", "random"]
+    different = {key for key in settings[0] if len({str(cfg[key]) for cfg in settings}) > 1}
+    assert different <= {"n", "m", "rule", "name", "eval_every"}
+    for name in NAMES:
+        minutes, evaluated = compare.trained(tmp_path / "runs" / name)
+        assert minutes >= 0.02 and evaluated
+    assert len(re.findall(r"^\| (?:GRPO|max|random)", out, re.M)) == 2 * 5
+    assert (tmp_path / "runs" / "compare" / "accuracy.png").exists()
+
+    process = start_compare(tmp_path, *command)  # all is there: it only draws
+    again, err = process.communicate(timeout=100)
+    assert process.returncode == 0 and again == out
+    assert "its checkpoint is deleted" in finish(start_compare(tmp_path, *command, "--minutes=9"), 2)
+
+
+def test_comparisons_that_cannot_work_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "HERE", tmp_path)
+    for arguments, named in [
+        (["--seeds=0"], "--seeds is 0, but must be at least 1"),
+        (["--minutes=0"], "--minutes is 0.0"),
+        (["--minutes=nan"], "--minutes is nan"),
+        (["--m=64"], "--n is 64, but must be at least 65"),
+        (["--seeds=x"], "invalid int value: 'x'"),
+        (["--eval_every=3"], "a comparison sets --eval-every of its runs itself"),
+        (["--rule", "random"], "a comparison sets --rule of its runs itself"),
+        (["--name=a/b"], "must be a plain folder name"),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+        assert checks.explained(compare.main, "compare.py") == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and named in lines[0]
+    assert not list(tmp_path.iterdir())
