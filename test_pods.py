@@ -1169,6 +1169,7 @@ def command(tiny, tmp_path, monkeypatch, capsys):
         ("--temperature=nan", "--temperature is nan"),
         ("--eval-every=0", "--eval-every is 0"),
         ("--bogus=1", "--bogus"),
+        ("--eval=1", "there is no setting --eval=1"),  # no guess at what was meant
         ("--model=/no/such/model", "could not load /no/such/model"),
         ("--model=no-such/model-anywhere", "without the Hugging Face hub, give a local folder"),
         ("--data=gsm8k", "could not load openai/gsm8k"),

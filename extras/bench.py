@@ -102,13 +102,14 @@ def demo(**settings) -> Config:
 
 
 def load(cfg: Config):
-    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32, attn_implementation="sdpa")
+    options = dict(attn_implementation="sdpa", trust_remote_code=cfg.trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32, **options)
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(DEVICE).train()
 
 
-def one_step(llm, model, optimizer, prompts: list[list[int]], score: Callable, cfg: Config) -> None:
+def one_step(llm, model, optimizer, prompts: list[list[int]], score: Callable, cfg: Config, ref_model=None):
     """A step of pods.train, without what is around it. score(prompt, i, rollout) is its reward."""
     params = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
     groups = pods.generate(llm, prompts, params)
@@ -116,10 +117,11 @@ def one_step(llm, model, optimizer, prompts: list[list[int]], score: Callable, c
         for i, rollout in enumerate(group):
             rollout.reward = score(prompt, i, rollout)
     pods.down_sample(groups, cfg)
-    learn = [r for group in groups for r in group if r.kept and any(other.advantage for other in group)]
+    busy = [group for group in groups if cfg.kl > 0 or any(rollout.advantage for rollout in group)]
+    learn = [rollout for group in busy for rollout in group if rollout.kept]
     llm.sleep(level=2)
     for _ in range(cfg.updates_per_batch):
-        pods.update(model, None, optimizer, learn, len(prompts) * cfg.m, cfg)
+        pods.update(model, ref_model, optimizer, learn, len(prompts) * cfg.m, cfg)
     torch.cuda.empty_cache()
     llm.wake_up(tags=["weights"])
     pods.sync(llm, model, getattr(torch, cfg.dtype))

@@ -28,7 +28,8 @@ class Parser(argparse.ArgumentParser):
     """For a script: its help is `doc`, and a wrong argument is a Refusal, not a page of usage."""
 
     def __init__(self, doc: str):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=doc, formatter_class=form, allow_abbrev=False)
 
     def error(self, message: str):
         raise Refusal(f"{message}; --help explains all settings")
@@ -40,7 +41,7 @@ def parse(config_class: type, description: str, arguments: list[str] | None = No
     class Settings(HfArgumentParser):
         error = Parser.error
 
-    parser = Settings(config_class, description=description.partition("\n")[0])
+    parser = Settings(config_class, description=description.partition("\n")[0], allow_abbrev=False)
     options = dict(look_for_args_file=False, return_remaining_strings=True)
     cfg, unknown = parser.parse_args_into_dataclasses(arguments, **options)
     if unknown:
@@ -57,7 +58,10 @@ def explained(run: Callable[[], int], program: str = "pods.py", trains: bool = T
     except KeyboardInterrupt:
         message, code = "interrupted" + " before the first step" * trains, 130
     except FloatingPointError as error:
-        message, code = f"{error}. The last checkpoint is good; a lower --lr may help", 1
+        message, code = (
+            f"{error}{'. The last checkpoint is good; a lower --lr may help' if trains else ''}",
+            1,
+        )
     except (OSError, SafetensorError) as error:
         saved = ". The last checkpoint is whole: once this is mended, the same command goes on"
         message, code = f"{error}{saved if trains else ''}", 1
@@ -66,7 +70,7 @@ def explained(run: Callable[[], int], program: str = "pods.py", trains: bool = T
         if not of_memory and "can't allocate memory" not in str(error):
             raise
         hint = "lower --micro-batch-tokens, turn on --gradient-checkpointing, or take a smaller --model"
-        message, code = f"out of memory: {hint}. The last checkpoint is whole", 1
+        message, code = "out of memory" + f": {hint}. The last checkpoint is whole" * trains, 1
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return code
 

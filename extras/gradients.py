@@ -69,7 +69,8 @@ def study(rewards: torch.Tensor, grams: torch.Tensor, per_step: int) -> list[dic
     """For each rule and m: the subset's gradient beside that of all n, and the share of idle groups.
 
     rewards (prompts, n); grams (prompts, prompts, n, n), the inner products of all g. Gradients are those of
-    steps of `per_step` prompts; random subsets are drawn DRAWS times. Returns a row for each step and draw.
+    steps of `per_step` prompts; random subsets are drawn DRAWS times. Returns a row for each step and draw,
+    but none for a step without any gradient. A subset without one has the cosine 0.
     """
     from pods import advantages
     from sampling import RULES
@@ -85,6 +86,8 @@ def study(rewards: torch.Tensor, grams: torch.Tensor, per_step: int) -> list[dic
 
     torch.manual_seed(0)
     full = weights(torch.arange(n).expand_as(rewards))
+    steps = [slice(start, start + per_step) for start in range(0, len(rewards), per_step)]
+    squares = [inner(full, full, at) for at in steps]
     for rule in RULES:
         for m in (m for m in MS if m <= n):
             for _ in range(DRAWS if rule == "random" and m < n else 1):
@@ -92,18 +95,12 @@ def study(rewards: torch.Tensor, grams: torch.Tensor, per_step: int) -> list[dic
                 of_kept = rewards.gather(-1, kept)
                 idle = (of_kept.amax(-1) == of_kept.amin(-1)).double()
                 subset = weights(kept)
-                for start in range(0, len(rewards), per_step):
-                    at = slice(start, start + per_step)
-                    dot, own, all_n = (
-                        inner(subset, full, at),
-                        inner(subset, subset, at),
-                        inner(full, full, at),
-                    )
-                    row = dict(rule=rule, m=m, step=start // per_step, idle=idle[at].mean().item())
-                    row |= dict(
-                        cosine=dot / (own * all_n) ** 0.5 if own > 0 else 0.0, norm=(own / all_n) ** 0.5
-                    )
-                    rows.append(row)
+                for step, (at, square) in enumerate(zip(steps, squares)):
+                    if square > 0:
+                        dot, own = inner(subset, full, at), inner(subset, subset, at)
+                        cosine = dot / (own * square) ** 0.5 if own > 0 else 0.0
+                        found = dict(cosine=cosine, norm=(own / square) ** 0.5, idle=idle[at].mean().item())
+                        rows.append(dict(rule=rule, m=m, step=step) | found)
     return rows
 
 
@@ -115,23 +112,22 @@ def figure(rows: list[dict], n: int):
         ("idle", "groups without gradient"),
     ]
     for axes, (key, title) in zip(panels, shown):
-        ends = []
-        for rule in dict.fromkeys(row["rule"] for row in rows):
-            name = rule.replace("_", "-")
-            colour, ms = plot_runs.COLOURS[name], sorted({row["m"] for row in rows})
+        for colour, rule in zip(plot_runs.RULE_COLOURS, dict.fromkeys(row["rule"] for row in rows)):
+            ms = sorted({row["m"] for row in rows})
             values = [[row[key] for row in rows if (row["rule"], row["m"]) == (rule, m)] for m in ms]
-            axes.plot(ms, [fmean(v) for v in values], "o-", color=colour, markersize=4)
+            name = rule.replace("_", "-")
+            axes.plot(ms, [fmean(v) for v in values], "o-", color=colour, markersize=4, label=name)
             low, high = zip(*(quantiles(v) for v in values))
             axes.fill_between(ms, low, high, color=colour, alpha=0.13, lw=0)
-            ends.append((ms[0], fmean(values[0]), name, colour))
         axes.set(title=title, xlabel=f"m of n = {n}", xscale="log", xticks=ms, xticklabels=map(str, ms))
         axes.minorticks_off()
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    panels[0].legend(loc="lower right", frameon=False)  # the lines meet where their names would stand
     return drawn
 
 
 def quantiles(values: list[float]) -> tuple[float, float]:
-    """Between which 8 of 10 lie."""
+    """Between which 8 of 10 lie; all, of fewer than ten."""
     ordered = sorted(values)
     return ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
 
@@ -147,7 +143,7 @@ def table(rows: list[dict]) -> str:
 
 def main() -> int:
     parser = checks.Parser(__doc__)
-    parser.add_argument("--model", help="folder of the model (default: the demonstration's)")
+    parser.add_argument("--model", help="folder of the model (default: the demonstration's, as it starts)")
     parser.add_argument("--prompts", type=int, default=24, help="how many, 6 to a step (default 24)")
     parser.add_argument("--n", type=int, default=64, help="rollouts for each (default 64)")
     parser.add_argument(
@@ -164,6 +160,8 @@ def main() -> int:
 
     bench.keep_freed_memory()
     cfg = bench.demo(n=args.n, m=args.n)
+    if not args.model and not bench.MODEL.exists():
+        raise checks.Refusal(f"there is no {bench.MODEL}: run_gsm8k.sh unpacks it before it trains")
     cfg = replace(cfg, model=args.model or cfg.model)
     tokenizer = checks.load_tokenizer(cfg)
     prompts, problems = pods.encode(pods.load_problems(cfg.data, "train"), tokenizer, cfg)
@@ -184,6 +182,8 @@ def main() -> int:
     rows = study(rewards, grams, cfg.prompts_per_step)
     data = dict(rewards=rewards.tolist(), rows=rows)
     runs.write_whole(args.out.with_suffix(".json"), lambda file: file.write(json.dumps(data).encode()))
+    if not rows:
+        raise checks.Refusal("in no step did the rewards of a prompt differ: there is no gradient to compare")
     print(f"Mean reward {rewards.mean():.3f}; right {(rewards >= 1).double().mean():.1%}\n{table(rows)}")
     print("Drawn:", plot_runs.save(figure(rows, args.n), args.out))
     return 0

@@ -1,10 +1,12 @@
 """Draws runs of pods.py and prints their table. Runs of the same n, m and rule are seeds of one arm.
 
-    python extras/plot_runs.py runs/compare-* --out docs
+    python extras/plot_runs.py runs/cpu-demo              a run, or several
     python extras/plot_runs.py runs/gsm8k --paper         with the paper's curves, for runs on a GPU
+    python extras/plot_runs.py runs/compare-*-[0-9] --timing runs/compare/timing.json --out docs
 
 accuracy.png    test accuracy against steps, training time, and steps x the arm's median step time
-training.png    mean reward, length of completions, and where the time of a step goes
+training.png    mean reward and length of completions against the same three
+time.png        what a step of each arm spends its time on
 rewards.png     rewards of all generated and of the kept rollouts of one step: what a rule throws away
 """
 
@@ -12,29 +14,40 @@ import importlib.util
 import json
 import math
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, median_high, median_low
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from extras.checks import Parser, Refusal, explained
+from sampling import RULES
 
+# Okabe and Ito's colours, which the colour-blind can tell apart; a rule has its place in RULES.
 GRPO_COLOURS = ["#000000", "#7f7f7f"]  # the smaller group first
-COLOURS = {"max-variance": "#D55E00", "max-reward": "#0072B2", "random": "#009E73"}  # Okabe and Ito's
+RULE_COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
+MAY_DIFFER = {
+    "name",
+    "seed",
+    "eval_every",
+    "max_steps",
+    "max_minutes",
+    "save_every",
+}  # between seeds of an arm
 NEVER = math.inf
 
 
 @dataclass
 class Run:
     folder: Path
+    cfg: dict
     label: str  # of its arm
-    rule: str
-    n: int
-    m: int
-    seed: int
     steps: list[dict]  # lines of metrics.jsonl from step 1 on
     evaluated: list[dict]  # those with a test accuracy, from step 0 on
+
+
+Clock = Callable[[Run, dict], float]  # where on the x axis a line of metrics is
 
 
 def label(n: int, m: int, rule: str) -> str:
@@ -45,14 +58,14 @@ def read_run(folder: Path) -> Run:
     """Raises Refusal, with file and line, for a folder that is no run, is empty, or has a broken line."""
     try:
         cfg = json.loads((folder / "config.json").read_text())
-        n, m, rule = cfg["n"], cfg["m"], cfg["rule"].replace("_", "-")
-        rows = read_lines(folder / "metrics.jsonl", "step", "train_seconds")
+        rows = list(read_lines(folder / "metrics.jsonl", "step", "train_seconds"))
         evaluated = [row for row in rows if "eval_accuracy" in row]
         [row["eval_format"] for row in evaluated]
         steps = [row for row in rows if row["step"] > 0]
         for row in steps:
-            row["tokens"] = row["tokens_generated"] / (n * cfg["prompts_per_step"])
-        run = Run(folder, label(n, m, rule), rule, n, m, cfg["seed"], steps, evaluated)
+            row["tokens"] = row["tokens_generated"] / (cfg["n"] * cfg["prompts_per_step"])
+        cfg["seed"], RULES[cfg["rule"]]
+        run = Run(folder, cfg, label(cfg["n"], cfg["m"], cfg["rule"]), steps, evaluated)
     except (OSError, ValueError) as error:
         raise Refusal(f"{folder} is not the folder of a run: {error}") from None
     except KeyError as error:
@@ -62,27 +75,38 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def read_lines(file: Path, *needed: str) -> list[dict]:
+def read_lines(file: Path, *needed: str) -> Iterator[dict]:
     """The lines of a .jsonl file but for a last one that is only half written."""
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if line.endswith("\n"):
-            try:
-                rows.append(json.loads(line))
-                [rows[-1][key] for key in needed]
-            except (ValueError, KeyError, TypeError) as error:
-                raise Refusal(f"{file}, line {number} is broken ({error})") from None
-    return rows
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.endswith("\n"):
+                try:
+                    row = json.loads(line)
+                    [row[key] for key in needed]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise Refusal(f"{file}, line {number} is broken ({error})") from None
+                yield row
 
 
 def by_arm(runs: list[Run]) -> dict[str, list[Run]]:
-    """Runs by label: GRPO first, the smaller group before the larger, then the rules."""
-    order = sorted(
-        runs, key=lambda run: (run.n != run.m, run.n, list(COLOURS).index(run.rule), run.m, run.seed)
-    )
-    return {
-        label: [run for run in order if run.label == label] for label in dict.fromkeys(r.label for r in order)
-    }
+    """Runs by label: GRPO first, the smaller group before the larger, then the rules.
+
+    Raises Refusal for two runs that are no seeds of one arm, but would be drawn as if they were.
+    """
+    rules, arms = list(RULES), {}
+    place = lambda cfg: (cfg["n"] != cfg["m"], cfg["n"], rules.index(cfg["rule"]), cfg["m"], cfg["seed"])
+    for run in sorted(runs, key=lambda run: place(run.cfg)):
+        arms.setdefault(run.label, []).append(run)
+    for seeds in arms.values():
+        for a, b in zip(seeds, seeds[1:]):
+            differ = {key for key in a.cfg | b.cfg if a.cfg.get(key) != b.cfg.get(key)}
+            if a.cfg["n"] == a.cfg["m"]:
+                differ.discard("rule")  # all rules keep all
+            if "seed" not in differ or differ - MAY_DIFFER:
+                what = "seed" if "seed" not in differ else min(differ - MAY_DIFFER)
+                how = f"have both the seed {a.cfg['seed']}" if what == "seed" else f"differ in {what}"
+                raise Refusal(f"{a.folder} and {b.folder} {how}: they are not seeds of one arm")
+    return arms
 
 
 def median_step_seconds(runs: list[Run]) -> dict[str, float]:
@@ -91,11 +115,13 @@ def median_step_seconds(runs: list[Run]) -> dict[str, float]:
     return {arm: median([s for run in of_arm for s in taken(run)]) for arm, of_arm in by_arm(runs).items()}
 
 
-def minutes_of(run: Run, step_seconds: float | None) -> list[float]:
-    """When each evaluation came: as the run went, or as it would have at so many seconds a step."""
-    if step_seconds is None:
-        return [row["train_seconds"] / 60 for row in run.evaluated]
-    return [row["step"] * step_seconds / 60 for row in run.evaluated]
+def clocks(step_seconds: dict[str, float]) -> dict[str, Clock]:
+    """Training time as the run went hangs on the hour it ran in; that by the median step does not."""
+    return {
+        "steps": lambda run, row: row["step"],
+        "training minutes, as run": lambda run, row: row["train_seconds"] / 60,
+        "minutes, steps x median step": lambda run, row: row["step"] * step_seconds[run.label] / 60,
+    }
 
 
 def at(x: float, xs: list[float], ys: list[float]) -> float:
@@ -123,25 +149,29 @@ def first_at(target: float, minutes: list[float], accuracies: list[float]) -> fl
     return next((t for t, a in zip(minutes, accuracies) if a >= target), NEVER)
 
 
-def table(runs: list[Run], minutes: float, step_seconds: dict[str, float] | None) -> str:
+def accuracy_until(end: float, run: Run, clock: Clock) -> tuple[list[float], list[float]]:
+    """Minutes and accuracies of a run's evaluations up to `end`, and the accuracy at `end`."""
+    xs, ys = [clock(run, row) for row in run.evaluated], [row["eval_accuracy"] for row in run.evaluated]
+    within = sum(x < end for x in xs)
+    return xs[:within] + [end], ys[:within] + [at(end, xs, ys)]
+
+
+def table(runs: list[Run], minutes: float, clock: Clock, step_seconds: dict[str, float]) -> str:
     """Markdown. Accuracy: mean and range of the seeds; times and speed-ups: median and range.
 
     A run is compared with the GRPO run of the same seed: "its best" is that run's highest accuracy, reached
     when an evaluation first shows it. The speed-up is GRPO's time over the arm's; 0 if that never gets there.
+    What comes after `minutes` does not count, and a curve that ends before them goes on as a constant.
     """
     arms = by_arm(runs)
-    grpo = [arm for arm in arms if arm.startswith("GRPO ")]
-    curve = lambda run: (
-        minutes_of(run, step_seconds and step_seconds[run.label]),
-        [row["eval_accuracy"] for row in run.evaluated],
-    )
+    grpo = [arm for arm, (run, *_) in arms.items() if run.cfg["n"] == run.cfg["m"]]
+    curve = lambda run: accuracy_until(minutes, run, clock)
     head = ["arm", "steps", "seconds a step", f"accuracy at {minutes / 4:.3g} min", f"{minutes / 2:.3g} min"]
     head += [f"{minutes:.3g} min", "best", "well-formed, last"]
     head += [cell for arm in grpo for cell in (f"min to {arm}'s best", "speed-up")]
-    seconds = step_seconds or median_step_seconds(runs)
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for arm, seeds in arms.items():
-        cells = [arm, spread([run.steps[-1]["step"] for run in seeds]), f"{seconds[arm]:.1f}"]
+        cells = [arm, spread([run.steps[-1]["step"] for run in seeds]), f"{step_seconds[arm]:.1f}"]
         for part in (0.25, 0.5, 1):
             cells.append(spread([100 * at(part * minutes, *curve(run)) for run in seeds], "{:.1f}"))
         cells.append(spread([100 * max(curve(run)[1]) for run in seeds], "{:.1f}"))
@@ -149,12 +179,13 @@ def table(runs: list[Run], minutes: float, step_seconds: dict[str, float] | None
         for other in grpo:
             reached, gained = [], []
             for run in seeds:
-                for theirs in (theirs for theirs in arms[other] if theirs.seed == run.seed):
-                    best = max(curve(theirs)[1])
-                    reached.append(first_at(best, *curve(run)))
-                    gained.append(first_at(best, *curve(theirs)) / reached[-1] if reached[-1] else 1.0)
-            cells.append(spread(reached, "{:.1f}", median) if reached else "")
-            cells.append(spread(gained, "{:.2f}", median) if gained else "")
+                for theirs in arms[other]:
+                    if theirs.cfg["seed"] == run.cfg["seed"]:
+                        best = max(curve(theirs)[1])
+                        reached.append(first_at(best, *curve(run)))
+                        gained.append(first_at(best, *curve(theirs)) / reached[-1] if reached[-1] else 1.0)
+            cells.append(spread(reached, "{:.1f}", median_high) if reached else "")
+            cells.append(spread(gained, "{:.2f}", median_low) if gained else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -167,15 +198,15 @@ def check_matplotlib() -> None:
         raise Refusal("needs matplotlib: .venv/bin/pip install -r extras/requirements.txt")
 
 
-def canvas(panels: int, height: float = 3.4, **kwargs):
-    """A row of panels that can be read at the width of a README: 10 inches, letters of 10 points."""
+def canvas(columns: int, height: float = 3.4, rows: int = 1, **kwargs):
+    """Panels that can be read at the width of a README: 10 inches, letters of 10 points."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    return pyplot.subplots(1, panels, figsize=(10, height), layout="constrained", squeeze=False, **kwargs)
+    return pyplot.subplots(rows, columns, figsize=(10, height), layout="constrained", squeeze=False, **kwargs)
 
 
 def save(figure, file: Path) -> Path:
@@ -186,8 +217,9 @@ def save(figure, file: Path) -> Path:
 
 def colours(runs: list[Run]) -> dict[str, str]:
     shades, found = iter(GRPO_COLOURS * len(runs)), {}
-    for label, (run, *_) in by_arm(runs).items():
-        found[label] = next(shades) if run.n == run.m else COLOURS[run.rule]
+    for arm, (run, *_) in by_arm(runs).items():
+        of_rule = RULE_COLOURS[list(RULES).index(run.cfg["rule"]) % len(RULE_COLOURS)]
+        found[arm] = next(shades) if run.cfg["n"] == run.cfg["m"] else of_rule
     return found
 
 
@@ -225,84 +257,80 @@ def draw_seeds(axes, curves: list[tuple[list[float], list[float]]], colour: str,
     return xs[-1], means[-1]
 
 
-def accuracy_figure(runs: list[Run], step_seconds: dict[str, float], paper: bool):
-    figure, ((*panels,),) = canvas(3, 3.6, sharey=True)
-    clocks = [
-        ("steps", lambda run: [row["step"] for row in run.evaluated]),
-        ("training minutes, as run", lambda run: minutes_of(run, None)),
-        ("steps x median step, minutes", lambda run: minutes_of(run, step_seconds[run.label])),
-    ]
+def curves_figure(runs: list[Run], of_clock: dict[str, Clock], rows: dict[str, Callable]):
+    """A row of panels for each name in `rows`, which gives (lines of metrics, values) of a run."""
+    figure, grid = canvas(
+        len(of_clock), 3.6 if len(rows) == 1 else 5.4, len(rows), sharex="col", sharey="row"
+    )
     shade = colours(runs)
-    for axes, (name, clock) in zip(panels, clocks):
-        ends = []
-        for arm, seeds in by_arm(runs).items():
-            curves = [(clock(run), [100 * row["eval_accuracy"] for row in run.evaluated]) for run in seeds]
-            ends.append((*draw_seeds(axes, curves, shade[arm]), arm, shade[arm]))
-        axes.set_xlabel(name)
-        axes.set_xlim(left=0)
-    if paper:
-        data = json.loads((HERE / "paper_results.json").read_text())
-        for curve in data["curves"]:
-            if curve["m"] != 16 or curve["n"] not in (16, 64):
-                continue
-            colour = GRPO_COLOURS[0] if curve["n"] == curve["m"] else COLOURS[curve["rule"].replace("_", "-")]
-            xs, ys = [60 * h for h in data["hours"]], [100 * a for a in curve["accuracy"]]
-            panels[1].plot(xs, ys, "--", color=colour, linewidth=1)
-            text = "paper: " + label(curve["n"], curve["m"], curve["rule"])
-            panels[1].annotate(text, (xs[-1], ys[-1]), color=colour, fontsize=8, va="center", ha="right")
-    panels[0].set_ylabel("test accuracy, %")
-    label_ends(panels[-1], ends)
+    for of_row, (name, values) in zip(grid, rows.items()):
+        for axes, (x_name, clock) in zip(of_row, of_clock.items()):
+            ends = []
+            for arm, seeds in by_arm(runs).items():
+                curves = [
+                    ([clock(run, row) for row in found], ys) for run in seeds for found, ys in [values(run)]
+                ]
+                ends.append((*draw_seeds(axes, curves, shade[arm]), arm, shade[arm]))
+            axes.set_xlim(left=0)
+            if of_row is grid[-1]:
+                axes.set_xlabel(x_name)
+        of_row[0].set_ylabel(name)
+        label_ends(of_row[-1], ends)
     return figure
 
 
-def smoothed(run: Run, key: str, points: int = 12) -> tuple[list[float], list[float]]:
-    """Training minutes and the mean of metrics[key], both over `points` stretches of about as many steps."""
+def accuracy_figure(runs: list[Run], of_clock: dict[str, Clock], paper: bool):
+    accuracies = lambda run: (run.evaluated, [100 * row["eval_accuracy"] for row in run.evaluated])
+    figure = curves_figure(runs, of_clock, {"test accuracy, %": accuracies})
+    if paper:
+        data, axes = json.loads((HERE / "paper_results.json").read_text()), figure.axes[1]
+        for curve in data["curves"]:
+            if curve["m"] == 16 and curve["n"] in (16, 64):
+                of_rule = RULE_COLOURS[list(RULES).index(curve["rule"])]
+                colour = GRPO_COLOURS[0] if curve["n"] == curve["m"] else of_rule
+                xs, ys = [60 * h for h in data["hours"]], [100 * a for a in curve["accuracy"]]
+                axes.plot(xs, ys, "--", color=colour, linewidth=1)
+        axes.set_title("dashed: the paper's, GRPO 16 and 64 to 16", fontsize=9.5)
+    return figure
+
+
+def smoothed(run: Run, key: str, points: int = 12) -> tuple[list[dict], list[float]]:
+    """metrics[key] in means over `points` stretches of about as many steps, each with its middle line."""
     count = min(points, len(run.steps))
     parts = [run.steps[i * len(run.steps) // count : (i + 1) * len(run.steps) // count] for i in range(count)]
-    return [fmean(r["train_seconds"] / 60 for r in part) for part in parts], [
-        fmean(r[key] for r in part) for part in parts
-    ]
+    return [part[len(part) // 2] for part in parts], [fmean(row[key] for row in part) for part in parts]
 
 
-def training_figure(runs: list[Run]):
-    figure, ((reward, length, time),) = canvas(3, 3.6, width_ratios=[1, 1, 1.15])
+def training_figure(runs: list[Run], of_clock: dict[str, Clock]):
+    rows = {"mean reward of all n": "reward_mean", "tokens a completion": "tokens"}
+    return curves_figure(
+        runs, of_clock, {name: lambda run, key=key: smoothed(run, key) for name, key in rows.items()}
+    )
+
+
+def time_figure(runs: list[Run]):
     shade = colours(runs)
-    for axes, key, name in (
-        (reward, "reward_mean", "mean reward of all n"),
-        (length, "tokens", "tokens a completion"),
-    ):
-        ends = []
-        for arm, seeds in by_arm(runs).items():
-            ends.append(
-                (*draw_seeds(axes, [smoothed(run, key) for run in seeds], shade[arm]), arm, shade[arm])
-            )
-        axes.set(title=name, xlabel="training minutes")
-        axes.set_xlim(left=0)
+    figure, ((axes,),) = canvas(1, 0.8 + 0.5 * len(shade))
     for place, (arm, seeds) in enumerate(reversed(by_arm(runs).items())):
         left = 0
         for key, alpha in (("generate_seconds", 0.45), ("update_seconds", 1.0)):
             seconds = median(row[key] for run in seeds for row in run.steps)
-            time.barh(place, seconds, left=left, color=shade[arm], alpha=alpha, height=0.42)
+            axes.barh(place, seconds, left=left, color=shade[arm], alpha=alpha, height=0.6)
             left += seconds
-        time.text(0, place + 0.26, arm, color=shade[arm], va="bottom", fontsize=9.5)
-        time.text(left, place, f" {left:.0f} s", va="center", fontsize=9.5)
-    time.set(title="a step: generate (pale), update", xlabel="seconds, median", yticks=[])
-    time.set_ylim(-0.5, len(shade) - 0.1)
-    time.margins(x=0.15)
+        axes.text(left, place, f" {left:.0f} s", va="center")
+    axes.set_yticks(range(len(shade)), reversed(list(shade)))
+    axes.set_xlabel("median seconds of a step, as run: generating (pale) and updating")
     return figure
 
 
 def rewards_figure(runs: list[Run], step: int):
-    """Of one run of each arm. At step 1 arms with the same n and seed have the very same rollouts."""
+    """Of one run of each arm. At step 1, on a CPU, arms of the same n and seed have the very same rollouts."""
     firsts = [seeds[0] for seeds in by_arm(runs).values()]
     figure, ((*panels,),) = canvas(len(firsts), 3.0, sharex=True, sharey=True)
     shade = colours(runs)
     for axes, run in zip(panels, firsts):
-        rows = [
-            row
-            for row in read_lines(run.folder / "rollouts.jsonl", "step", "reward", "kept")
-            if row["step"] == step
-        ]
+        logged = read_lines(run.folder / "rollouts.jsonl", "step", "reward", "kept")
+        rows = [row for row in logged if row["step"] == step]
         if not rows:
             raise Refusal(f"{run.folder} has no rollouts of step {step}")
         rewards, kept = [row["reward"] for row in rows], [row["reward"] for row in rows if row["kept"]]
@@ -328,16 +356,22 @@ def show(
 ) -> int:
     """Draws the figures into `out`, writes the tables into out/table.md and prints them."""
     check_matplotlib()
-    step_seconds = step_seconds or median_step_seconds(runs)
-    minutes = minutes or min(minutes_of(run, None)[-1] for run in runs)
+    own = median_step_seconds(runs)
+    of_clock = clocks(step_seconds or own)
+    _, as_run, by_step = of_clock.values()
+    minutes = minutes or min(as_run(run, run.evaluated[-1]) for run in runs)
     figures = {
-        "accuracy": accuracy_figure(runs, step_seconds, paper),
-        "training": training_figure(runs),
+        "accuracy": accuracy_figure(runs, of_clock, paper),
+        "training": training_figure(runs, of_clock),
+        "time": time_figure(runs),
         "rewards": rewards_figure(runs, step),
     }
     files = [save(figure, out / f"{name}.png") for name, figure in figures.items()]
-    text = f"By training time as run:\n\n{table(runs, minutes, None)}\n\n"
-    text += f"By steps x the arm's median step time:\n\n{table(runs, minutes, step_seconds)}\n"
+    text = f"By training time as run:\n\n{table(runs, minutes, as_run, own)}\n\n"
+    text += (
+        f"By steps x the arm's median step time:\n\n{table(runs, minutes, by_step, step_seconds or own)}\n\n"
+    )
+    text += "Accuracies in %: mean (lowest to highest) of the seeds. Times and speed-ups: median, by seed.\n"
     (out / "table.md").write_text(text)
     print(text)
     print("Drawn:", *files)
@@ -350,10 +384,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(), help="folder for the figures (default: this one)")
     parser.add_argument("--step", type=int, default=1, help="step whose rewards are drawn (default 1)")
     parser.add_argument("--paper", action="store_true", help="draw the paper's curves into accuracy.png too")
+    parser.add_argument(
+        "--timing", type=Path, help="a comparison's timing.json (default: the runs' own steps)"
+    )
     args = parser.parse_args()
     if not args.out.is_dir():
         raise Refusal(f"--out is {args.out}, but there is no such folder")
-    return show([read_run(run) for run in args.runs], args.out, step=args.step, paper=args.paper)
+    found = [read_run(run) for run in args.runs]
+    try:
+        seconds = {run.label: json.loads(args.timing.read_text())[run.label] for run in found if args.timing}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refusal(f"--timing is {args.timing}, but cannot be used: {error}") from None
+    return show(found, args.out, seconds, step=args.step, paper=args.paper)
 
 
 if __name__ == "__main__":

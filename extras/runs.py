@@ -23,7 +23,7 @@ from rewards import gold_answer, is_well_formed
 MAY_CHANGE = ("max_steps", "max_minutes", "save_every", "fresh")  # when a run goes on; no other setting may
 
 
-def open_run(run: Path, settings: dict, fresh: bool) -> IO:
+def open_run(run: Path, settings: dict, fresh: bool = False) -> IO:
     """Makes the folder `run`, or moves an old one aside if `fresh`. Returns its lock: keep it until the end.
 
     Raises Refusal if a live process has the run, or if it was made with other `settings`, and lists those.
@@ -34,23 +34,23 @@ def open_run(run: Path, settings: dict, fresh: bool) -> IO:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Refusal(f"{run} is in use by a live run: wait for its end, or take another --name") from None
+    way_out = "take another --name" + ", or --fresh" * ("fresh" in settings)
     settings = {key: value for key, value in settings.items() if key not in MAY_CHANGE}
     file = run / "config.json"
-    if not any(
-        (run / made).exists() for made in ("metrics.jsonl", "checkpoint")
-    ):  # nothing to go on with yet
+    begun = ("metrics.jsonl", "checkpoint", "timing.json")  # the last of a comparison
+    if not any((run / made).exists() for made in begun):
         write_whole(file, lambda out: out.write(json.dumps(settings, indent=1).encode()))
     elif fresh:
         aside = next(path for i in itertools.count(1) if not (path := Path(f"{run}.{i}")).exists())
         run.rename(aside)
         print(f"The run that was in {run} is now in {aside}.")
-        return open_run(run, settings, fresh)
+        return open_run(run, settings)
     before = json.loads(file.read_text())
     differ = [
         f"{key} was {before.get(key)}, is {now}" for key, now in settings.items() if before.get(key) != now
     ]
     if differ:
-        raise Refusal(f"{run} has other settings ({'; '.join(differ)}): take another --name, or --fresh")
+        raise Refusal(f"{run} has other settings ({'; '.join(differ)}): {way_out}")
     return lock
 
 

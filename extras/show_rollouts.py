@@ -24,11 +24,15 @@ def group_of(run: Path, step: int, prompt: int) -> list[dict]:
     file = run / "rollouts.jsonl"
     if not file.exists():
         raise Refusal(f"{run} is not the folder of a run: it has no rollouts.jsonl")
-    rows = read_lines(file, *NEEDED)
-    if not rows:
+    of_step, steps = [], []
+    for row in read_lines(file, *NEEDED):
+        steps = [*steps[:1], row["step"]]  # the first and the last
+        if row["step"] == step:
+            of_step.append(row)
+    if not steps:
         raise Refusal(f"{run} has no finished step yet")
-    if not (of_step := [row for row in rows if row["step"] == step]):
-        raise Refusal(f"{run} has no step {step}; it has {rows[0]['step']} to {rows[-1]['step']}")
+    if not of_step:
+        raise Refusal(f"{run} has no step {step}; it has {steps[0]} to {steps[-1]}")
     if not (group := [row for row in of_step if row["prompt"] == prompt]):
         raise Refusal(f"--prompt is {prompt}, but step {step} has 1 to {of_step[-1]['prompt']}")
     return group

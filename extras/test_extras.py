@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -103,9 +104,17 @@ def refused(script):
 # ----- Curves and tables
 
 
+def tables(runs: list[Path], step_seconds: dict | None = None) -> list[list[list[str]]]:
+    """Cells of the table by time as run and of that by the median step."""
+    found = [read_run(run) for run in runs]
+    seconds = step_seconds or plot_runs.median_step_seconds(found)
+    _, *by_time = plot_runs.clocks(seconds).values()
+    lines = [table(found, 2.0, clock, seconds).splitlines() for clock in by_time]
+    return [[[cell.strip() for cell in line.split("|")[1:-1]] for line in of_table] for of_table in lines]
+
+
 def test_the_table_by_hand(runs):
-    lines = table([read_run(run) for run in runs], 2.0, None).splitlines()
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    cells, _ = tables(runs)
     assert cells[0][3:8] == ["accuracy at 0.5 min", "1 min", "2 min", "best", "well-formed, last"]
     assert cells[0][8:] == ["min to GRPO 8's best", "speed-up"]
     # GRPO after 0.5 minutes, half-way to its first evaluation: 45 and 55 %.
@@ -115,16 +124,28 @@ def test_the_table_by_hand(runs):
     # PODS, evaluated after 40 and 80 s: seed 0 has 60 % after 40, where GRPO took 120; seed 1 never 70 %.
     assert cells[3][0] == "max-variance 8 to 2" and cells[3][2] == "20.0"
     assert cells[3][3] == "51.2 (47.5 to 55.0)" and cells[3][5] == "70.0 (60.0 to 80.0)"
-    assert cells[3][8:] == ["never (0.7 to never)", "1.50 (0.00 to 3.00)"]
+    # Of two seeds the median is the less favourable one: half of never is no time.
+    assert cells[3][8:] == ["never (0.7 to never)", "0.00 (0.00 to 3.00)"]
 
 
 def test_times_by_the_median_step(runs):
     found = [read_run(run) for run in runs]
     assert plot_runs.median_step_seconds(found) == {"GRPO 8": 30.0, "max-variance 8 to 2": 20.0}
-    assert plot_runs.minutes_of(found[2], None) == [0, 40 / 60, 80 / 60]
-    assert plot_runs.minutes_of(found[2], 60.0) == [0, 2, 4]
-    row = table(found, 2.0, {"GRPO 8": 30.0, "max-variance 8 to 2": 60.0}).splitlines()[3]
-    assert "| 60.0 |" in row and "never (2.0 to never) | 0.50 (0.00 to 1.00)" in row
+    steps, as_run, by_step = plot_runs.clocks({"GRPO 8": 30.0, "max-variance 8 to 2": 60.0}).values()
+    for clock, expected in ((steps, [0, 2, 4]), (as_run, [0, 40 / 60, 80 / 60]), (by_step, [0, 2, 4])):
+        assert [clock(found[2], row) for row in found[2].evaluated] == expected
+    _, cells = tables(runs, {"GRPO 8": 30.0, "max-variance 8 to 2": 60.0})
+    assert cells[3][2] == "60.0" and cells[3][8:] == ["never (2.0 to never)", "0.00 (0.00 to 1.00)"]
+
+
+def test_what_comes_after_the_budget_does_not_count(runs):
+    run, by_step = (
+        read_run(runs[2]),
+        plot_runs.clocks({"max-variance 8 to 2": 45.0})["minutes, steps x median step"],
+    )
+    # Evaluations at 0, 1.5 and 3 minutes with 40, 60 and 80 %: a third of the way from 1.5 to 3 is 66.7 %.
+    minutes, accuracies = plot_runs.accuracy_until(2.0, run, by_step)
+    assert minutes == [0, 1.5, 2.0] and accuracies == pytest.approx([0.4, 0.6, 2 / 3])
 
 
 def test_curves_between_and_outside_their_points():
@@ -162,21 +183,44 @@ def test_labels_at_the_ends_of_lines_do_not_overlap():
     assert len(boxes) == 5 and not any(a.overlaps(b) for a, b in combinations(boxes, 2))
 
 
+def texts(figure) -> set[str]:
+    from matplotlib.text import Text
+
+    return {text.get_text().strip() for text in figure.findobj(Text)} - {""}
+
+
 def test_figures_and_table_are_written_and_drawn_with_the_paper(runs, tmp_path, script):
     out = tmp_path / "out"
     out.mkdir()
     code, text, err = script(plot_runs, *runs, "--out", out, "--paper", "--step", 2)
     assert code == 0, err
-    for name in ("accuracy", "training", "rewards"):
+    for name in ("accuracy", "training", "time", "rewards"):
         assert (out / f"{name}.png").stat().st_size > 10_000
     assert (out / "table.md").read_text().strip() in text
-    figure = plot_runs.accuracy_figure(
-        [read_run(r) for r in runs], {"GRPO 8": 30.0, "max-variance 8 to 2": 20.0}, True
-    )
-    drawn = [len(axes.lines) for axes in figure.axes]
-    assert drawn == [2, 2 + 4, 2]
-    best = max(line.get_ydata().max() for line in figure.axes[1].lines)
+
+
+def test_figures_name_the_arms_and_hold_their_curves(runs):
+    found, arms = [read_run(run) for run in runs], {"GRPO 8", "max-variance 8 to 2"}
+    of_clock = plot_runs.clocks({"GRPO 8": 30.0, "max-variance 8 to 2": 60.0})
+    accuracy = plot_runs.accuracy_figure(found, of_clock, True)
+    assert arms | set(of_clock) <= texts(accuracy)
+    assert [len(axes.lines) for axes in accuracy.axes] == [2, 2 + 4, 2]
+    ends = [axes.lines[1].get_xdata()[-1] for axes in accuracy.axes]
+    assert ends == pytest.approx([4, 80 / 60, 4])  # steps, minutes as run, minutes at 60 s a step
+    best = max(line.get_ydata().max() for line in accuracy.axes[1].lines)
     assert best == pytest.approx(82.6, abs=0.1)  # the paper's, of max-variance 64 to 16
+    training = plot_runs.training_figure(found, of_clock)
+    assert arms | set(of_clock) | {"mean reward of all n", "tokens a completion"} <= texts(training)
+    assert [len(axes.lines) for axes in training.axes] == [2] * 6
+    assert training.axes[0].lines[0].get_ydata().tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert training.axes[3].lines[0].get_ydata().tolist() == pytest.approx([20] * 4)  # 40 x 8 of 8 x 2
+    time_of_step = plot_runs.time_figure(found)
+    assert arms | {"30 s", "20 s"} <= texts(time_of_step)
+    assert [bar.get_width() for bar in time_of_step.axes[0].patches] == pytest.approx(
+        [20 / 3, 40 / 3, 10, 20]
+    )
+    rewards = plot_runs.rewards_figure(found, 1)
+    assert arms | {"16 generated", "4 kept", "16 kept"} <= texts(rewards)
 
 
 def test_the_rewards_that_are_drawn_are_those_of_the_step(runs):
@@ -202,7 +246,7 @@ def test_the_rewards_that_are_drawn_are_those_of_the_step(runs):
             "lacks 'tokens_generated'",
         ),
         ("config.json", "{", "is not the folder of a run"),
-        ("config.json", '{"n": 8}', "lacks 'm'"),
+        ("config.json", '{"n": 8}', "lacks 'prompts_per_step'"),
         ("rollouts.jsonl", "", "has no rollouts of step 1"),
     ],
 )
@@ -220,6 +264,19 @@ def test_other_inputs_that_cannot_be_drawn_are_one_line(runs, tmp_path, refused)
     assert "RUN" in refused(plot_runs)
     assert "nowhere" in refused(plot_runs, runs[0], "--out", "nowhere")
     assert "has no rollouts of step 9" in refused(plot_runs, runs[0], "--out", tmp_path, "--step", 9)
+    (tmp_path / "timing.json").write_text('{"GRPO 8": 1}')
+    line = refused(plot_runs, *runs, "--out", tmp_path, "--timing", tmp_path / "timing.json")
+    assert "cannot be used: 'max-variance 8 to 2'" in line
+
+
+def test_runs_that_are_no_seeds_of_one_arm_are_one_line(runs, tmp_path, refused):
+    again = made_up_run(tmp_path / "again")
+    assert "pods-0 and" in (line := refused(plot_runs, *runs, again, "--out", tmp_path)) and "seed 0" in line
+    cfg = json.loads((again / "config.json").read_text()) | dict(seed=2, lr=1e-3)
+    (again / "config.json").write_text(json.dumps(cfg))
+    assert "differ in lr: they are not seeds of one arm" in refused(
+        plot_runs, *runs, again, "--out", tmp_path
+    )
 
 
 def test_a_run_that_is_still_going_can_be_drawn(runs):
@@ -361,7 +418,10 @@ def test_the_study_of_subsets_against_explicit_gradients():
     assert len(random) == gradients.DRAWS and len({r["cosine"] for r in random}) > 5
     # 2 of 8 with one right miss it 3 times in 4; with 4 right, 2 wrong and 2 between, they tie 7 in 28.
     assert sum(r["idle"] for r in random) / len(random) == pytest.approx((3 / 4 + 7 / 28) / 2, abs=0.15)
+    rewards[:2] = 0.5  # a step without any gradient has no rows
+    assert {row["step"] for row in gradients.study(rewards, grams, per_step=2)} == {1}
     drawn = gradients.figure(rows, n)
+    assert {"max-variance", "max-reward", "random"} <= texts(drawn)
     assert [len(axes.lines) for axes in drawn.axes] == [3, 3, 3]
     assert len(gradients.table(rows).splitlines()) == 2 + 3 * 3
 
@@ -388,46 +448,64 @@ def start_compare(folder: Path, *arguments: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder, start_new_session=True)
 
 
-def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path):  # noqa: F811
-    command = [f"--model={tiny}", *SMALL]
-    process = start_compare(tmp_path, *command)
-    first, second = (tmp_path / "runs" / name for name in NAMES[:2])
+def wait_for(file: Path, process: subprocess.Popen) -> None:
     until = time.time() + 300
-    while not (second / "metrics.jsonl").exists():
+    while not file.exists():
         assert process.poll() is None and time.time() < until, process.communicate()[1][-3000:]
         time.sleep(0.1)
+
+
+def wait_for_end_of(run: Path) -> None:
+    with open(run / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path):  # noqa: F811
+    command = [f"--model={tiny}", *SMALL]
+    folder, (first, second, third, *_) = tmp_path / "runs" / "compare", [tmp_path / "runs" / n for n in NAMES]
+    process = start_compare(tmp_path, *command)
+    wait_for(second / "metrics.jsonl", process)
     process.kill()  # the run that it had started ends by itself, after its step
     process.communicate()
-    assert (first / "model").exists() and not (first / "checkpoint" / "state.pt").exists()
-    finished, timing = (
-        (first / "metrics.jsonl").read_text(),
-        (tmp_path / "runs" / "compare" / "timing.json").read_text(),
+    wait_for_end_of(second)
+    assert (
+        (first / "finished").exists() and (first / "model").exists() and not (first / "checkpoint").exists()
     )
-    lock = open(second / "lock", "w")
-    fcntl.flock(lock, fcntl.LOCK_EX)  # waits for its end
-    lock.close()
+    kept = [(first / "metrics.jsonl").read_bytes(), (folder / "timing.json").read_bytes()]
+    for other, named in (
+        ("--minutes=9", "minutes was 0.02, is 9.0"),
+        ("--lr=2", "--lr=1e-3"),
+        ("--m=3", "m was 2"),
+    ):
+        line = finish(start_compare(tmp_path, *command, other), 2)
+        assert "compare has other settings" in line and named in line and "fresh" not in line
+
+    process = start_compare(tmp_path, *command)
+    wait_for(third / "metrics.jsonl", process)
+    process.send_signal(signal.SIGINT)  # to it alone: it tells the run
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and "The same command goes on from there" in err
+    wait_for_end_of(third)
 
     process = start_compare(tmp_path, *command)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err[-3000:]
-    assert "run 5 of 5, random, seed 0: 100%" in err and "0.1 of 0 training minutes" in err
-    assert (first / "metrics.jsonl").read_text() == finished
-    assert (tmp_path / "runs" / "compare" / "timing.json").read_text() == timing
+    assert "run 5 of 5, random, seed 0: 100%" in err and "0.1 of 0.1 training minutes" in err
+    assert kept == [(first / "metrics.jsonl").read_bytes(), (folder / "timing.json").read_bytes()]
     settings = [json.loads((tmp_path / "runs" / name / "config.json").read_text()) for name in NAMES]
     assert [(cfg["n"], cfg["m"]) for cfg in settings] == [(2, 2), (4, 4), (4, 2), (4, 2), (4, 2)]
     assert [cfg["rule"] for cfg in settings][2:] == ["max_variance", "max_reward", "random"]
     different = {key for key in settings[0] if len({str(cfg[key]) for cfg in settings}) > 1}
     assert different <= {"n", "m", "rule", "name", "eval_every"}
     for name in NAMES:
-        minutes, evaluated = compare.trained(tmp_path / "runs" / name)
-        assert minutes >= 0.02 and evaluated
+        last = read_run(tmp_path / "runs" / name).steps[-1]
+        assert last["train_seconds"] >= 0.02 * 60 and "eval_accuracy" in last
     assert len(re.findall(r"^\| (?:GRPO|max|random)", out, re.M)) == 2 * 5
-    assert (tmp_path / "runs" / "compare" / "accuracy.png").exists()
+    assert (folder / "accuracy.png").exists()
 
     process = start_compare(tmp_path, *command)  # all is there: it only draws
     again, err = process.communicate(timeout=100)
     assert process.returncode == 0 and again == out
-    assert "its checkpoint is deleted" in finish(start_compare(tmp_path, *command, "--minutes=9"), 2)
 
 
 def test_comparisons_that_cannot_work_are_one_line(tmp_path, monkeypatch, capsys):
@@ -436,8 +514,10 @@ def test_comparisons_that_cannot_work_are_one_line(tmp_path, monkeypatch, capsys
         (["--seeds=0"], "--seeds is 0, but must be at least 1"),
         (["--minutes=0"], "--minutes is 0.0"),
         (["--minutes=nan"], "--minutes is nan"),
+        (["--minutes=inf"], "--minutes is inf, but must be at least 0.001 and below a million"),
         (["--m=64"], "--n is 64, but must be at least 65"),
         (["--seeds=x"], "invalid int value: 'x'"),
+        (["--seed=3"], "a comparison sets --seed of its runs itself"),
         (["--eval_every=3"], "a comparison sets --eval-every of its runs itself"),
         (["--rule", "random"], "a comparison sets --rule of its runs itself"),
         (["--name=a/b"], "must be a plain folder name"),
