@@ -324,7 +324,7 @@ def time_figure(runs: list[Run]):
 
 
 def rewards_figure(runs: list[Run], step: int):
-    """Of one run of each arm. At step 1, on a CPU, arms of the same n and seed have the very same rollouts."""
+    """Of one run of each arm. At step 1, on a CPU, arms of one n and one seed have the very same rollouts."""
     firsts = [seeds[0] for seeds in by_arm(runs).values()]
     figure, ((*panels,),) = canvas(len(firsts), 3.0, sharex=True, sharey=True)
     shade = colours(runs)
@@ -357,7 +357,8 @@ def show(
     """Draws the figures into `out`, writes the tables into out/table.md and prints them."""
     check_matplotlib()
     own = median_step_seconds(runs)
-    of_clock = clocks(step_seconds or own)
+    step_seconds = step_seconds or own
+    of_clock = clocks(step_seconds)
     _, as_run, by_step = of_clock.values()
     minutes = minutes or min(as_run(run, run.evaluated[-1]) for run in runs)
     figures = {
@@ -368,9 +369,7 @@ def show(
     }
     files = [save(figure, out / f"{name}.png") for name, figure in figures.items()]
     text = f"By training time as run:\n\n{table(runs, minutes, as_run, own)}\n\n"
-    text += (
-        f"By steps x the arm's median step time:\n\n{table(runs, minutes, by_step, step_seconds or own)}\n\n"
-    )
+    text += f"By steps x the arm's median step time:\n\n{table(runs, minutes, by_step, step_seconds)}\n\n"
     text += "Accuracies in %: mean (lowest to highest) of the seeds. Times and speed-ups: median, by seed.\n"
     (out / "table.md").write_text(text)
     print(text)
