@@ -223,24 +223,20 @@ def colours(runs: list[Run]) -> dict[str, str]:
     return found
 
 
-def label_ends(axes, ends: list[tuple[float, float, str, str]], size: float = 9.5) -> None:
+def label_ends(axes, ends: list[tuple[float, float, str, str]]) -> None:
     """Writes (x, y, text, colour) beside the ends of lines, pushed apart where they would overlap."""
     low, high = axes.get_ylim()
-    gap = (high - low) * 0.085
-    placed = -math.inf
-    right = max(x for x, *_ in ends)
-    for x, y, text, colour in sorted(ends, key=lambda end: end[1]):
-        placed = max(y, placed + gap)
-        axes.annotate(
-            text,
-            (x, y),
-            (right * 1.04, placed),
-            color=colour,
-            fontsize=size,
-            va="center",
-            annotation_clip=False,
-        )
-    axes.set_ylim(low, max(high, placed + gap / 2))
+    ends = sorted(ends, key=lambda end: end[1])
+    gap, places = (high - low) * 0.085, [end[1] for end in ends]
+    for i in range(1, len(places)):  # up, from the lowest
+        places[i] = max(places[i], places[i - 1] + gap)
+    places[-1] = min(places[-1], high)
+    for i in reversed(range(len(places) - 1)):  # and down again, where they left the panel
+        places[i] = min(places[i], places[i + 1] - gap)
+    right = axes.get_xlim()[1]
+    for (x, y, text, colour), place in zip(ends, places):
+        at_end = dict(xycoords="data", textcoords="data", va="center", annotation_clip=False)
+        axes.annotate(text, (x, y), (right * 1.02, place), color=colour, fontsize=9.5, **at_end)
 
 
 def draw_seeds(axes, curves: list[tuple[list[float], list[float]]], colour: str, **kwargs):
@@ -252,7 +248,7 @@ def draw_seeds(axes, curves: list[tuple[list[float], list[float]]], colour: str,
     axes.plot(xs, means, color=colour, linewidth=1.8, **kwargs)
     if len(curves) > 1:
         axes.fill_between(
-            xs, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.13, lw=0
+            xs, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.1, lw=0
         )
     return xs[-1], means[-1]
 
@@ -263,8 +259,10 @@ def curves_figure(runs: list[Run], of_clock: dict[str, Clock], rows: dict[str, C
         len(of_clock), 3.6 if len(rows) == 1 else 5.4, len(rows), sharex="col", sharey="row"
     )
     shade = colours(runs)
+    for axes, x_name in zip(grid[-1], of_clock):
+        axes.set_xlabel(x_name)
     for of_row, (name, values) in zip(grid, rows.items()):
-        for axes, (x_name, clock) in zip(of_row, of_clock.items()):
+        for axes, clock in zip(of_row, of_clock.values()):
             ends = []
             for arm, seeds in by_arm(runs).items():
                 curves = [
@@ -272,8 +270,6 @@ def curves_figure(runs: list[Run], of_clock: dict[str, Clock], rows: dict[str, C
                 ]
                 ends.append((*draw_seeds(axes, curves, shade[arm]), arm, shade[arm]))
             axes.set_xlim(left=0)
-            if of_row is grid[-1]:
-                axes.set_xlabel(x_name)
         of_row[0].set_ylabel(name)
         label_ends(of_row[-1], ends)
     return figure
