@@ -34,15 +34,19 @@ class Sketch:
     """Keeps inner products of vectors of `size` numbers, in `buckets` (see above)."""
 
     def __init__(self, size: int, buckets: int, device: torch.device):
-        self.size, self.buckets = size, buckets
+        whole = -(-size // buckets) * buckets
         generator = torch.Generator(device).manual_seed(0)
-        self.signs = torch.randint(2, (size,), generator=generator, device=device, dtype=torch.int8) * 2 - 1
+        self.signs = torch.randint(2, (whole,), generator=generator, device=device).float() * 2 - 1
+        self.signed = torch.zeros(whole, device=device)
+        self.buckets = buckets
 
     def __call__(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """(buckets,) float32 of the vector that the parts make, one after another."""
-        vector = torch.cat([part.flatten() for part in parts]).float().mul_(self.signs)
-        vector = torch.nn.functional.pad(vector, (0, -self.size % self.buckets))
-        return vector.view(-1, self.buckets).sum(0)
+        """(buckets,) float32 of the vector that the parts (float32) make, one after another."""
+        start = 0
+        for part in parts:
+            at = slice(start, start := start + part.numel())
+            torch.mul(part.flatten(), self.signs[at], out=self.signed[at])
+        return self.signed.view(-1, self.buckets).sum(0)
 
 
 def gradients(model, groups: list[list], cfg, buckets: int = BUCKETS) -> torch.Tensor:
