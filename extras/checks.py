@@ -58,13 +58,10 @@ def explained(run: Callable[[], int], program: str = "pods.py", trains: bool = T
     except KeyboardInterrupt:
         message, code = "interrupted" + " before the first step" * trains, 130
     except FloatingPointError as error:
-        message, code = (
-            f"{error}{'. The last checkpoint is good; a lower --lr may help' if trains else ''}",
-            1,
-        )
+        message, code = str(error) + ". The last checkpoint is good; a lower --lr may help" * trains, 1
     except (OSError, SafetensorError) as error:
         saved = ". The last checkpoint is whole: once this is mended, the same command goes on"
-        message, code = f"{error}{saved if trains else ''}", 1
+        message, code = str(error) + saved * trains, 1
     except (MemoryError, RuntimeError) as error:
         of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         if not of_memory and "can't allocate memory" not in str(error):
@@ -98,8 +95,13 @@ def check_settings(cfg) -> None:
     longest = cfg.max_prompt_tokens + cfg.max_new_tokens
     if cfg.micro_batch_tokens < longest:
         refuse("micro_batch_tokens", f"at least --max-prompt-tokens and --max-new-tokens together, {longest}")
-    if cfg.name in ("", ".", "..") or "/" in cfg.name or "\0" in cfg.name:
-        refuse("name", "a plain folder name: the run's files go to runs/NAME")
+    check_name(cfg.name)
+
+
+def check_name(name: str) -> None:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        must = "a plain folder name: the run's files go to runs/NAME"
+        raise Refusal(f"--name is {name!r}, but must be {must}")
 
 
 def read_problems(path: Path) -> list[dict]:

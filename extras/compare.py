@@ -25,6 +25,7 @@ from tqdm import tqdm
 HERE = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(HERE))
 from extras import checks, plot_runs, runs
+from sampling import RULES
 
 OWN = ("rule", "seed", "max-steps", "max-minutes", "eval-every", "fresh")  # what a run gets from here
 EVALUATIONS = 8  # in each run, besides the one before it
@@ -33,9 +34,9 @@ BAR = "{desc}{percentage:.0f}%|{bar}| {n:.1f} of {total:.3g} training minutes, {
 
 
 def arms(n: int, m: int) -> dict[str, dict]:
-    """What differs between the arms: GRPO at either cost of an update, and the three rules."""
+    """What differs between the arms: GRPO at either cost of an update, and the rules."""
     grpo = {f"grpo-{k}": dict(n=k, m=k, rule="max_variance") for k in (m, n)}  # n = m: every rule keeps all
-    return grpo | {rule: dict(n=n, m=m, rule=rule) for rule in ("max_variance", "max_reward", "random")}
+    return grpo | {rule: dict(n=n, m=m, rule=rule) for rule in RULES}
 
 
 def options(settings: dict) -> list[str]:
@@ -174,8 +175,7 @@ def main() -> int:
         if not least <= getattr(args, name) < 1e6:
             must = f"must be at least {least} and below a million"
             raise checks.Refusal(f"--{name} is {getattr(args, name)}, but {must}")
-    if args.name in ("", ".", "..") or "/" in args.name:
-        raise checks.Refusal(f"--name is {args.name!r}, but must be a plain folder name")
+    checks.check_name(args.name)
     if args.timing:
         each = {plot_runs.label(**arm): arm for arm in arms(args.n, args.m).values()}
         seconds = time_steps(settings, each)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, median_high, median_low
 
+import numpy
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from extras.checks import Parser, Refusal, explained
@@ -27,14 +29,7 @@ from sampling import RULES
 # Okabe and Ito's colours, which the colour-blind can tell apart; a rule has its place in RULES.
 GRPO_COLOURS = ["#000000", "#7f7f7f"]  # the smaller group first
 RULE_COLOURS = ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
-MAY_DIFFER = {
-    "name",
-    "seed",
-    "eval_every",
-    "max_steps",
-    "max_minutes",
-    "save_every",
-}  # between seeds of an arm
+MAY_DIFFER = {"name", "seed", "eval_every"}  # between seeds of an arm
 NEVER = math.inf
 
 
@@ -126,12 +121,7 @@ def clocks(step_seconds: dict[str, float]) -> dict[str, Clock]:
 
 def at(x: float, xs: list[float], ys: list[float]) -> float:
     """y at x, linear between the points and constant outside of them."""
-    if x <= xs[0]:
-        return ys[0]
-    for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:]):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return ys[-1]
+    return float(numpy.interp(x, xs, ys))
 
 
 # ----- The table
@@ -239,13 +229,13 @@ def label_ends(axes, ends: list[tuple[float, float, str, str]]) -> None:
         axes.annotate(text, (x, y), (right * 1.02, place), color=colour, fontsize=9.5, **at_end)
 
 
-def draw_seeds(axes, curves: list[tuple[list[float], list[float]]], colour: str, **kwargs):
+def draw_seeds(axes, curves: list[tuple[list[float], list[float]]], colour: str):
     """The mean of some curves as a line, their range as a band. Returns where the line ends."""
     end = min(xs[-1] for xs, _ in curves)
     xs = sorted({x for curve, _ in curves for x in curve if x <= end} | {end})
     values = [[at(x, *curve) for curve in curves] for x in xs]
     means = [fmean(v) for v in values]
-    axes.plot(xs, means, color=colour, linewidth=1.8, **kwargs)
+    axes.plot(xs, means, color=colour, linewidth=1.8)
     if len(curves) > 1:
         axes.fill_between(
             xs, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.1, lw=0

@@ -349,7 +349,7 @@ def test_a_sketch_keeps_inner_products():
     assert (exact([a]) @ exact([b])).item() == pytest.approx((a @ b).item(), rel=1e-4)
 
 
-def test_sketched_gradients_add_up_to_that_of_an_update(tiny, monkeypatch):  # noqa: F811
+def test_sketched_gradients_add_up_to_that_of_an_update(tiny):  # noqa: F811
     """The weighted sum of single gradients is what pods.update leaves for the optimizer."""
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="sdpa")
     cfg = pods.Config(str(tiny), n=4, m=2, prompts_per_step=2, dtype="float32", max_grad_norm=1e9)
@@ -445,9 +445,8 @@ def start_compare(folder: Path, *arguments: str) -> subprocess.Popen:
     finish(start_pods(folder, "--help"))  # makes the copy
     command = [sys.executable, str(folder / "extras" / "compare.py"), *arguments]
     pipe = subprocess.PIPE
-    listen = lambda: signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # ignored where the tests run in the background
+    # Where the tests run in the background, SIGINT is ignored, and so it would be there.
+    listen = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
     options = dict(text=True, cwd=folder, start_new_session=True, preexec_fn=listen)
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, **options)
 
