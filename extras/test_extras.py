@@ -223,6 +223,27 @@ def test_figures_name_the_arms_and_hold_their_curves(runs):
     assert arms | {"16 generated", "4 kept", "16 kept"} <= texts(rewards)
 
 
+def test_a_line_ends_where_the_first_of_its_seeds_ends():
+    _, ((axes,),) = plot_runs.canvas(1)
+    assert plot_runs.draw_seeds(axes, [([0, 2], [0, 4]), ([0, 1, 3], [2, 2, 8])], "red") == (2, 4.5)
+    assert axes.lines[0].get_xydata().tolist() == [[0, 1], [1, 2], [2, 4.5]]
+
+
+def test_names_at_the_ends_of_lines_do_not_overlap():
+    _, ((axes,),) = plot_runs.canvas(1)
+    axes.set_ylim(0, 100)
+    plot_runs.label_ends(axes, [(1, y, str(y), "red") for y in (99, 2, 100, 98, 3)])
+    places = {text.get_text(): text.xyann[1] for text in axes.texts}
+    # 8.5 % of the height apart, in their order, and none above the panel
+    assert places == pytest.approx({"2": 2, "3": 10.5, "98": 83, "99": 91.5, "100": 100})
+
+
+def test_without_a_choice_the_rule_makes_no_other_arm(runs):
+    cfg = json.loads((runs[1] / "config.json").read_text()) | dict(rule="random")
+    (runs[1] / "config.json").write_text(json.dumps(cfg))
+    assert list(plot_runs.by_arm([read_run(run) for run in runs])) == ["GRPO 8", "max-variance 8 to 2"]
+
+
 def test_the_rewards_that_are_drawn_are_those_of_the_step(runs):
     figure = plot_runs.rewards_figure([read_run(runs[0]), read_run(runs[2])], 1)
     heights = [[round(bar.get_height()) for bar in axes.patches if bar.get_height()] for axes in figure.axes]
@@ -352,7 +373,9 @@ def test_a_sketch_keeps_inner_products():
 def test_sketched_gradients_add_up_to_that_of_an_update(tiny):  # noqa: F811
     """The weighted sum of single gradients is what pods.update leaves for the optimizer."""
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, attn_implementation="sdpa")
-    cfg = pods.Config(str(tiny), n=4, m=2, prompts_per_step=2, dtype="float32", max_grad_norm=1e9)
+    cfg = pods.Config(
+        str(tiny), n=4, m=2, prompts_per_step=2, dtype="float32", temperature=0.7, max_grad_norm=1e9
+    )
     torch.manual_seed(0)
     ids = lambda count: torch.randint(100, (count,)).tolist()
     groups = []
