@@ -5,10 +5,12 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from itertools import combinations
 from pathlib import Path
 
@@ -460,7 +462,7 @@ SMALL = [
     "--max-new-tokens=12",
     "--eval-problems=4",
 ]
-SMALL += ["--lr=1e-3", "--eager", "--data=easy", "--dtype=float32", "--save-every=1", "--minutes=0.02"]
+SMALL += ["--lr=1e-3", "--eager", "--data=easy", "--dtype=float32", "--save-every=1", "--minutes=0.05"]
 NAMES = [f"compare-{arm}-0" for arm in ("grpo-2", "grpo-4", "max_variance", "max_reward", "random")]
 
 
@@ -481,9 +483,12 @@ def wait_for(file: Path, process: subprocess.Popen) -> None:
         time.sleep(0.1)
 
 
-def wait_for_end_of(run: Path) -> None:
+@contextmanager
+def owned(run: Path):
+    """Waits until no process has the run, and then has it."""
     with open(run / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path):  # noqa: F811
@@ -493,13 +498,16 @@ def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path)
     wait_for(second / "metrics.jsonl", process)
     process.kill()  # the run that it had started ends by itself, after its step
     process.communicate()
-    wait_for_end_of(second)
+    with owned(second):
+        assert "Stopped after step" in (folder / "grpo-4-0.log").read_text()
+    with owned(folder):
+        assert "compare is in use by a live run" in finish(start_compare(tmp_path, *command), 2)
     assert (
         (first / "finished").exists() and (first / "model").exists() and not (first / "checkpoint").exists()
     )
     kept = [(first / "metrics.jsonl").read_bytes(), (folder / "timing.json").read_bytes()]
     for other, named in (
-        ("--minutes=9", "minutes was 0.02, is 9.0"),
+        ("--minutes=9", "minutes was 0.05, is 9.0"),
         ("--lr=2", "--lr=1e-3"),
         ("--m=3", "m was 2"),
     ):
@@ -508,30 +516,40 @@ def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path)
 
     process = start_compare(tmp_path, *command)
     wait_for(third / "metrics.jsonl", process)
-    process.send_signal(signal.SIGINT)  # to it alone: it tells the run
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, but the run gets only the one passed on
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130 and "The same command goes on from there" in err
-    wait_for_end_of(third)
+    with owned(third):
+        assert "Stopped after step" in (folder / "max_variance-0.log").read_text()
 
     process = start_compare(tmp_path, *command)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err[-3000:]
-    assert "run 5 of 5, random, seed 0: 100%" in err and "0.1 of 0.1 training minutes" in err
+    assert "run 5 of 5, random, seed 0: 100%" in err and "0.2 of 0.25 training minutes" in err
     assert kept == [(first / "metrics.jsonl").read_bytes(), (folder / "timing.json").read_bytes()]
     settings = [json.loads((tmp_path / "runs" / name / "config.json").read_text()) for name in NAMES]
     assert [(cfg["n"], cfg["m"]) for cfg in settings] == [(2, 2), (4, 4), (4, 2), (4, 2), (4, 2)]
     assert [cfg["rule"] for cfg in settings][2:] == ["max_variance", "max_reward", "random"]
+    steps = json.loads((folder / "timing.json").read_text())
+    expected = [max(1, round(60 * 0.05 / 8 / seconds)) for seconds in steps.values()]
+    assert [cfg["eval_every"] for cfg in settings] == expected
     different = {key for key in settings[0] if len({str(cfg[key]) for cfg in settings}) > 1}
     assert different <= {"n", "m", "rule", "name", "eval_every"}
     for name in NAMES:
         last = read_run(tmp_path / "runs" / name).steps[-1]
-        assert last["train_seconds"] >= 0.02 * 60 and "eval_accuracy" in last
+        assert last["train_seconds"] >= 0.05 * 60 and "eval_accuracy" in last
     assert len(re.findall(r"^\| (?:GRPO|max|random)", out, re.M)) == 2 * 5
     assert (folder / "accuracy.png").exists()
 
     process = start_compare(tmp_path, *command)  # all is there: it only draws
     again, err = process.communicate(timeout=100)
     assert process.returncode == 0 and again == out
+
+    last = tmp_path / "runs" / NAMES[-1]
+    shutil.rmtree(last)
+    last.touch()  # so that it cannot make its folder
+    line = finish(start_compare(tmp_path, *command), 1)
+    assert "compare.py: compare-random-0: pods.py: " in line and str(folder / "random-0.log") in line
 
 
 def test_comparisons_that_cannot_work_are_one_line(tmp_path, monkeypatch, capsys):
