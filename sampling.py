@@ -31,11 +31,11 @@ def max_variance(rewards: torch.Tensor, m: int) -> torch.Tensor:
     #        Var(x) = (q + x^2) / m - ((s + x) / m)^2    and so    Var''(x) = 2 / m - 2 / m^2 >= 0.
     #
     #    Var is convex in x, and a convex function on an interval is largest at one of its ends. Exchange:
-    #    where a subset keeps x but leaves out some y <= x and some z >= x, one of the swaps "y for x" and
-    #    "z for x" does not lower the variance. Every such swap moves a kept reward outwards in the sorted
-    #    row, so the swapping comes to an end, and it ends where nothing kept has left-out rewards on both
-    #    sides: one block at the top of the row and one at the bottom. Of the (n choose m) subsets only m + 1
-    #    are left to compare, k = 0 ... m.
+    #    where a subset keeps x but leaves out rewards on both sides of it in the sorted row, let y be the
+    #    lowest left out and z the highest. One of the swaps "y for x" and "z for x" does not lower the
+    #    variance, and it makes the block of kept rewards at the bottom or at the top of the row longer: after
+    #    at most m swaps, what is kept is these two blocks. Of the (n choose m) subsets only m + 1 are left to
+    #    compare, k = 0 ... m.
 
     ordered, order = rewards.double().sort(dim=-1, descending=True, stable=True)
 
@@ -65,7 +65,7 @@ def max_variance(rewards: torch.Tensor, m: int) -> torch.Tensor:
     swaps = powers[..., :m] - bottom
     sums = torch.cat((bottom.sum(dim=-1, keepdim=True), swaps), dim=-1).cumsum(dim=-1)
     mean, mean_square = sums / m  # (..., m + 1) each
-    variance = mean_square - mean**2
+    variance = (mean_square - mean**2).clamp(min=0)  # 0 for m = 1, which rounding could make less
 
     # 4. The best k. For binary rewards, p = (ones kept) / m gives the variance p (1 - p), a parabola with its
     #    top at p = 1/2: half right and half wrong, or as near to it as the row allows. When a row runs out of

@@ -496,6 +496,8 @@ def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path)
     folder, (first, second, third, *_) = tmp_path / "runs" / "compare", [tmp_path / "runs" / n for n in NAMES]
     process = start_compare(tmp_path, *command)
     wait_for(second / "metrics.jsonl", process)
+    with open(folder / "lock") as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     process.kill()  # the run that it had started ends by itself, after its step
     process.communicate()
     with owned(second):
