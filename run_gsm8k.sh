@@ -62,7 +62,7 @@ if ! cmp -s "$requirements" "$venv/installed.txt"; then
     cp "$requirements" "$venv/installed.txt"
 fi
 if [[ "${1-}" =~ ^(test|compare)$ ]] && ! cmp -s "$here/extras/requirements.txt" "$venv/extras.txt"; then
-    pip install -r "$here/extras/requirements.txt" # to draw figures
+    pip install -r "$here/extras/requirements.txt" # figures, TRL
     cp "$here/extras/requirements.txt" "$venv/extras.txt"
 fi
 
