@@ -117,7 +117,10 @@ def say_how_to_ask(model: Path, example: bool) -> None:
 
 
 class Stop:
-    """Notes SIGINT (Ctrl-C) or SIGTERM, so that the step in progress can end. A second ends it at once."""
+    """Notes SIGINT (Ctrl-C) or SIGTERM, so that the step in progress can end. Ctrl-C again ends it at once.
+
+    SIGTERM again does not: if compare.py is killed, the kernel may send one for each of its threads.
+    """
 
     number = 0
 
@@ -126,7 +129,7 @@ class Stop:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame) -> None:
+        if not self.number:
+            print("Stopping after this step; Ctrl-C again stops at once.", file=sys.stderr)
         self.number = number
-        print("Stopping after this step; once more stops at once.", file=sys.stderr)
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)

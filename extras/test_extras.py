@@ -483,6 +483,15 @@ def wait_for(file: Path, process: subprocess.Popen) -> None:
         time.sleep(0.1)
 
 
+def wait_for_end(run: Path, log: Path) -> None:
+    """Of a run that was told once to stop, and so says where. Told twice, it would end in silence."""
+    with owned(run):
+        until = time.time() + 60  # what it says is flushed after it lets go of the run
+    while "Stopped after step" not in log.read_text():
+        assert time.time() < until, log.read_text()
+        time.sleep(0.1)
+
+
 @contextmanager
 def owned(run: Path):
     """Waits until no process has the run, and then has it."""
@@ -491,8 +500,15 @@ def owned(run: Path):
         yield
 
 
-def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path):  # noqa: F811
+def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(
+    tiny,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    script,
+    refused,
+):
     command = [f"--model={tiny}", *SMALL]
+    monkeypatch.setattr(compare, "HERE", tmp_path)  # for what is refused, which needs no process of its own
     folder, (first, second, third, *_) = tmp_path / "runs" / "compare", [tmp_path / "runs" / n for n in NAMES]
     process = start_compare(tmp_path, *command)
     wait_for(second / "metrics.jsonl", process)
@@ -500,10 +516,9 @@ def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     process.kill()  # the run that it had started ends by itself, after its step
     process.communicate()
-    with owned(second):
-        assert "Stopped after step" in (folder / "grpo-4-0.log").read_text()
+    wait_for_end(second, folder / "grpo-4-0.log")
     with owned(folder):
-        assert "compare is in use by a live run" in finish(start_compare(tmp_path, *command), 2)
+        assert "compare is in use by a live run" in refused(compare, *command)
     assert (
         (first / "finished").exists() and (first / "model").exists() and not (first / "checkpoint").exists()
     )
@@ -513,7 +528,7 @@ def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path)
         ("--lr=2", "--lr=1e-3"),
         ("--m=3", "m was 2"),
     ):
-        line = finish(start_compare(tmp_path, *command, other), 2)
+        line = refused(compare, *command, other)
         assert "compare has other settings" in line and named in line and "fresh" not in line
 
     process = start_compare(tmp_path, *command)
@@ -521,8 +536,7 @@ def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, but the run gets only the one passed on
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130 and "The same command goes on from there" in err
-    with owned(third):
-        assert "Stopped after step" in (folder / "max_variance-0.log").read_text()
+    wait_for_end(third, folder / "max_variance-0.log")
 
     process = start_compare(tmp_path, *command)
     out, err = process.communicate(timeout=600)
@@ -550,8 +564,9 @@ def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(tiny, tmp_path)
     last = tmp_path / "runs" / NAMES[-1]
     shutil.rmtree(last)
     last.touch()  # so that it cannot make its folder
-    line = finish(start_compare(tmp_path, *command), 1)
-    assert "compare.py: compare-random-0: pods.py: " in line and str(folder / "random-0.log") in line
+    code, _, err = script(compare, *command)
+    assert code == 1 and "compare.py: compare-random-0: pods.py: " in err
+    assert str(folder / "random-0.log") in err
 
 
 def test_comparisons_that_cannot_work_are_one_line(tmp_path, monkeypatch, capsys):
