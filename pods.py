@@ -20,9 +20,7 @@ import math
 import random
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -60,7 +58,7 @@ class Config:
     # Down-sampling
     n: int = setting(64, "rollouts generated for each prompt")
     m: int = setting(16, "rollouts kept of the n; m = n is plain GRPO")
-    rule: Literal["max_variance", "max_reward", "random"] = setting("max_variance", "which m are kept")
+    rule: Literal[tuple(RULES)] = setting("max_variance", "which m are kept")
     advantage_over: Literal["kept", "all"] = setting("kept", "whose mean and std normalise the advantages")
     # Rollouts
     prompts_per_step: int = setting(4, "problems in each step")
@@ -71,7 +69,7 @@ class Config:
     # Update
     lr: float = setting(1e-6, "learning rate of AdamW, constant")
     weight_decay: float = setting(0.0, "of AdamW")
-    clip: float = setting(0.2, "epsilon: a ratio pi / pi_old pays off from 1 - epsilon to 1 + epsilon")
+    clip: float = setting(0.2, "epsilon: beyond 1 +- epsilon, a ratio pi / pi_old earns no more")
     kl: float = setting(0.0, "weight of the KL penalty to the starting model, loaded only if this is above 0")
     updates_per_batch: int = setting(1, "optimizer steps on each batch of rollouts")
     max_grad_norm: float = setting(1.0, "a longer gradient is scaled down to this norm")
@@ -111,11 +109,17 @@ def load_problems(data: str, split: str) -> list[dict]:
     return checks.read_problems(Path(data) / f"{split}.jsonl")
 
 
-def problems_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
-    """Indices of the problems of step 1, 2, ...: passes over all `count`, each in an order of its own.
+def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]], list[dict]]:
+    """The prompts as token ids, and their problems. Leaves out prompts that are too long."""
+    messages = [build_messages(problem["question"], cfg.example) for problem in problems]
+    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    fits = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.max_prompt_tokens]
+    checks.check_lengths([len(ids) for ids in prompts], cfg.max_prompt_tokens)
+    return [prompts[i] for i in fits], [problems[i] for i in fits]
 
-    A function of seed and step alone, so that a resumed run goes on with the same problems.
-    """
+
+def problems_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
+    """Indices of the problems of step 1, 2, ...: passes over all `count`, in orders that hang on the seed."""
     passes = [divmod(i, count) for i in range((step - 1) * per_step, step * per_step)]
     return [random.Random(f"{seed}/{p}").sample(range(count), count)[place] for p, place in passes]
 
@@ -142,31 +146,19 @@ def start_engine(cfg: Config, on_gpu: bool) -> LLM:
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
     """params.n rollouts for each prompt, in the prompts' order. Token ids go in and come out.
 
-    Ids, because vLLM would put a second BOS before a templated string (vllm#16976). Without a seed in
-    `params` it draws from a global generator, torch's or (its Model Runner V2, on GPU) numpy's, which the
-    caller seeds. A seed for each request is slow, and fails on CPU.
+    Ids, because vLLM would put a second BOS before a templated string (vllm#16976). Random numbers come from
+    a global generator, which the caller seeds: a seed for each request is slow, and fails on a CPU.
     """
     # The prefix cache survives a change of weights (vllm#9744): start each call from an empty one.
-    assert llm.reset_prefix_cache(), "vLLM kept its prefix cache, and with it the keys of older weights"
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("vLLM kept its prefix cache, and with it keys and values of older weights")
 
-    def rollout(prompt_ids: list[int], sampled) -> Rollout:
-        logprobs = [at[token].logprob for token, at in zip(sampled.token_ids, sampled.logprobs or [])]
-        truncated = sampled.finish_reason == "length"
-        return Rollout(prompt_ids, list(sampled.token_ids), logprobs, sampled.text, truncated)
+    def rollout(prompt_ids: list[int], out) -> Rollout:
+        logprobs = [at[token].logprob for token, at in zip(out.token_ids, out.logprobs or [])]
+        return Rollout(prompt_ids, list(out.token_ids), logprobs, out.text, out.finish_reason == "length")
 
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [[rollout(output.prompt_token_ids, sampled) for sampled in output.outputs] for output in outputs]
-
-
-def sync(llm: LLM, model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Put the trained weights into the engine. Each word of it matters, and no mistake would raise an error:
-
-    - state_dict(), not named_parameters(): those have no tied lm_head, and the engine would keep its old one.
-    - Cast here, or vLLM warns once a tensor.
-    - An iterator: without one, reload_weights loads the starting model from disk again (trl#5312).
-    """
-    weights = ((name, weight.detach().to(dtype)) for name, weight in model.state_dict().items())
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    return [[rollout(output.prompt_token_ids, out) for out in output.outputs] for output in outputs]
 
 
 def advantages(rewards: torch.Tensor, kept: torch.Tensor, over: str = "kept") -> torch.Tensor:
@@ -176,6 +168,9 @@ def advantages(rewards: torch.Tensor, kept: torch.Tensor, over: str = "kept") ->
 
     with mean and std over S (over="kept", the paper's choice) or over all n (over="all"); std is that of the
     population. Equal rewards give exactly 0, not the rounding error of their mean, which 1e-4 would enlarge.
+
+    In numbers: of the rewards 0.4 1.0 0.0 0.6, max-variance keeps 1.0 and 0.0. Over the kept, mean and std
+    are 0.5, so A is 0.5 / 0.5001 = 0.9998 and -0.9998. Over all four, std is 0.3606, and A 1.386 and -1.386.
     """
     rewards = rewards.double()
     kept_rewards = rewards.gather(-1, kept)
@@ -191,8 +186,6 @@ def down_sample(groups: list[list[Rollout]], cfg: Config) -> tuple[torch.Tensor,
     Returns all rewards (prompts, n), float64, and the indices of the kept (prompts, m).
     """
     rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
-    if not rewards.isfinite().all():
-        raise FloatingPointError("a reward is not finite; no weight was changed")
     kept = RULES[cfg.rule](rewards, cfg.m)
     A = advantages(rewards, kept, cfg.advantage_over)
     for group, indices, values in zip(groups, kept.tolist(), A.tolist()):
@@ -201,8 +194,8 @@ def down_sample(groups: list[list[Rollout]], cfg: Config) -> tuple[torch.Tensor,
     return rewards, kept
 
 
-def rows(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
-    """Cuts rollouts, those of one prompt one after another, into rows for `pack`: each at most max_tokens."""
+def cut_into_rows(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
+    """Rollouts, those of one prompt one after another, in rows for `pack`: each of max_tokens at most."""
     rows, tokens = [], 0
     for rollout in rollouts:
         tokens += len(rollout.completion_ids)
@@ -220,10 +213,10 @@ def pack(row: list[Rollout], device: torch.device) -> tuple[torch.Tensor, ...]:
         position    0 1 2 3 4 5 6 4 5        both go on where the prompt ends
         predictor           3 4 5 3 7        index of the token whose output predicts a completion token
 
-    A token sees what comes before it, but never another completion: exactly what it would see in a sequence
-    of its own. So nothing changes but the cost: the prompt is computed once, forward and backward, and not
-    once for each completion; and nothing is padded. What is a completion token follows from lengths, never
-    from ids: where pad = eos, a mask by id would drop the eos that teaches the model to stop (trl#6357).
+    A token sees what comes before it, but never another completion: what it would see in a sequence of its
+    own. Only the cost changes: the prompt is computed once, not once a completion, and nothing is padded.
+    What is a completion token follows from lengths, never from ids: where pad = eos, a mask by id would drop
+    the eos that teaches the model to stop (trl#6357).
 
     Returns ids (L,), positions (L,), predictor (T,), all int64, and sees (L, L) bool, [token, what it sees].
     """
@@ -247,8 +240,8 @@ def completion_logprobs(model, ids, positions, predictor, sees, temperature: flo
         logits = model.get_output_embeddings()(hidden).float() / temperature  # before the softmax (trl#3029)
         return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
-    # With 150,000 tokens to choose from, logits are the largest tensors of all. One chunk of them is there at
-    # a time: the backward pass computes it again, at the cost of one more pass through the head.
+    # Over 150,000 tokens, logits are the largest tensors of all: one chunk of them is there at a time, and
+    # the backward pass computes it again.
     chunks = zip(hidden.split(LOGITS_AT_ONCE), ids[-len(predictor) :].split(LOGITS_AT_ONCE))
     return torch.cat([checkpoint(logprobs, *chunk, use_reentrant=False) for chunk in chunks])
 
@@ -259,10 +252,16 @@ def grpo_loss(logprobs, old_logprobs, advantages, lengths, clip: float, ref_logp
         loss_i = -mean over tokens t of [ min(ratio A_i, clamp(ratio, 1 - clip, 1 + clip) A_i) - kl k3 ]
         ratio  = pi(t) / pi_old(t)        k3 = pi_ref(t) / pi(t) - log(pi_ref(t) / pi(t)) - 1
 
-    The paper's GRPO-PODS objective on the kept subset, with Schulman's k3 as the estimate of KL(pi, pi_ref).
-    logprobs, old_logprobs and ref_logprobs are (T,) in nats, one completion after another; advantages (C,),
-    lengths (C,) int64, their tokens. pi_old is what vLLM sampled from: this covers its rounding, and several
-    updates on one batch, alike.
+    The paper's GRPO-PODS objective on the kept subset; k3 is Schulman's estimate of KL(pi, pi_ref), see
+    joschu.net/blog/kl-approx.html. logprobs, old_logprobs and ref_logprobs are (T,) in nats, one completion
+    after another; advantages (C,), lengths (C,) int64, their tokens. pi_old is what vLLM sampled from: this
+    covers its rounding, and several updates on one batch, alike. Each completion counts the same, however
+    long: the paper's choice (DAPO's mean over tokens gives long ones more weight). In numbers, clip = 0.2:
+
+        A = 2,  ratio 1.25: min(2.5, 2.4) = 2.4, the clamped one. More ratio earns no more: the gradient is 0.
+        A = -1, ratio 0.5:  min(-0.5, -0.8) = -0.8, clamped too. Less ratio earns no more: 0 again.
+        A = -1, ratio 1.5:  min(-1.5, -1.2) = -1.5. A bad token that became likelier still has its gradient.
+        pi_ref / pi = 2:    k3 = 2 - log 2 - 1 = 0.307. Never below 0, since log x <= x - 1.
     """
     A = advantages.repeat_interleave(lengths)
     ratio = (logprobs - old_logprobs).exp()
@@ -277,12 +276,11 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
     """One optimizer step on the mean loss of `count` = prompts * m completions. Returns its metrics.
 
     `rollouts` may be fewer: those without a gradient can be left out. Dividing by what is left would enlarge
-    the others' gradients (trl#7068). One divisor for all rows also makes the accumulated gradient that of
-    the whole batch, however it is cut.
+    the others' gradients (trl#7068): of 2 prompts with m = 2, one idle, the 2 losses left are still divided
+    by 4. One divisor for all rows also makes the accumulated gradient that of the whole batch, however cut.
     """
-    device, means = next(model.parameters()).device, ("logprob_gap", "ratio", "clip_fraction")
-    totals = Counter(dict.fromkeys(("loss", "tokens_updated", *means), 0.0))
-    for row in rows(rollouts, cfg.micro_batch_tokens):
+    device, total, gaps, ratios = next(model.parameters()).device, 0.0, [], []
+    for row in cut_into_rows(rollouts, cfg.micro_batch_tokens):
         packed = pack(row, device)
         old_logprobs = torch.tensor([x for rollout in row for x in rollout.logprobs], device=device)
         A = torch.tensor([rollout.advantage for rollout in row], device=device)
@@ -296,41 +294,79 @@ def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg
         losses, ratio = grpo_loss(logprobs, old_logprobs, A, lengths, cfg.clip, ref_logprobs, cfg.kl)
         loss = losses.sum() / count
         loss.backward()
-        totals.update(
-            loss=loss.item(),
-            tokens_updated=len(ratio),
-            logprob_gap=(logprobs.detach() - old_logprobs).abs().sum().item(),
-            ratio=ratio.sum().item(),
-            clip_fraction=((ratio - 1).abs() > cfg.clip).sum().item(),
-        )
+        total += loss.item()
+        gaps.append((logprobs.detach() - old_logprobs).abs())
+        ratios.append(ratio)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
-    if not math.isfinite(totals["loss"] + grad_norm):
+    if not math.isfinite(total + grad_norm):
         # One NaN in the weights turns every later completion into "!!!!" (verl#721): stop before that.
-        raise FloatingPointError(f"loss {totals['loss']}, gradient norm {grad_norm}: stopped before the step")
+        raise FloatingPointError(f"loss {total}, gradient norm {grad_norm}: stopped before the step")
     optimizer.step()
     optimizer.zero_grad()
-    for key in means:
-        totals[key] /= max(totals["tokens_updated"], 1)
-    return dict(totals) | {"grad_norm": grad_norm}
+    mean = lambda parts: torch.cat(parts).double().mean().item() if parts else 0.0
+    clipped = [(ratio - 1).abs() > cfg.clip for ratio in ratios]
+    of_tokens = dict(ratio=mean(ratios), clip_fraction=mean(clipped), logprob_gap=mean(gaps))
+    return dict(loss=total, grad_norm=grad_norm, tokens_updated=sum(map(len, ratios))) | of_tokens
 
 
-def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]], list[dict]]:
-    """The prompts as token ids, and their problems. Leaves out prompts that are too long."""
-    messages = [build_messages(problem["question"], cfg.example) for problem in problems]
-    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    fits = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.max_prompt_tokens]
-    checks.check_lengths([len(ids) for ids in prompts], cfg.max_prompt_tokens)
-    return [prompts[i] for i in fits], [problems[i] for i in fits]
+def sync(llm: LLM, model: torch.nn.Module, dtype: str) -> None:
+    """Put the trained weights into the engine. Each word of it matters, and no mistake would raise an error:
+
+    - state_dict(), not named_parameters(): those have no tied lm_head, and the engine would keep its old one.
+    - An iterator: without one, reload_weights loads the starting model from disk again (trl#5312).
+    """
+    cast = lambda weight: weight.detach().to(getattr(torch, dtype))  # else vLLM warns once a tensor
+    weights = ((name, cast(weight)) for name, weight in model.state_dict().items())
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+
+def take_step(llm, model, ref_model, optimizer, prompts, golds, cfg: Config, note=lambda phase: None):
+    """One step on `prompts`, token ids, and their answers `golds`. Returns all rollouts, and its metrics."""
+    # What is not set here is off, whatever the model's generation_config says: with a top-k, rollouts would
+    # be of another policy than the one that is trained. logprobs=0: of the sampled token alone.
+    started = time.perf_counter()
+    params = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
+    groups = generate(llm, prompts, params)
+    generated = time.perf_counter()
+    note("generating")
+
+    # A reward for each, a finite number, and m of each n.
+    for group, gold in zip(groups, golds):
+        for rollout in group:
+            rollout.reward = reward(rollout.text, gold)
+    rewards, kept = down_sample(groups, cfg)
+
+    # The update. A group whose advantages are all 0 has no gradient, but for the KL penalty's: no work.
+    idle = [not any(rollout.advantage for rollout in group) for group in groups]
+    learn = [r for group, skip in zip(groups, idle) for r in group if r.kept and (cfg.kl > 0 or not skip)]
+    llm.sleep(level=2)  # on a GPU, vLLM gives back the memory of its weights and its cache
+    count = len(prompts) * cfg.m
+    updates = [update(model, ref_model, optimizer, learn, count, cfg) for _ in range(cfg.updates_per_batch)]
+
+    # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and an
+    # engine woken from level 2 without a sync talks gibberish (vllm#29341).
+    note("updating")
+    torch.cuda.empty_cache()
+    llm.wake_up(tags=["weights"])
+    sync(llm, model, cfg.dtype)
+    llm.wake_up(tags=["kv_cache"])
+    return groups, {
+        "generate_seconds": generated - started,
+        "update_seconds": time.perf_counter() - generated,
+        **runs.measure(groups, rewards, kept),
+        "groups_skipped": sum(idle),
+        **updates[-1],
+        # Between vLLM and the trainer, before the weights change: below 0.05 in bf16, or something is wrong.
+        "logprob_gap": updates[0]["logprob_gap"],
+    }
 
 
 def evaluate(llm: LLM, prompts: list[list[int]], problems: list[dict], cfg: Config) -> dict[str, float]:
     """Accuracy and format rate of greedy completions."""
     greedy = SamplingParams(temperature=0.0, max_tokens=cfg.max_new_tokens)
     texts = [group[0].text for group in generate(llm, prompts, greedy)]
-    return {
-        "eval_accuracy": fmean(is_correct(t, gold_answer(p["answer"])) for t, p in zip(texts, problems)),
-        "eval_format": fmean(map(is_well_formed, texts)),
-    }
+    right = fmean(is_correct(text, gold_answer(p["answer"])) for text, p in zip(texts, problems))
+    return {"eval_accuracy": right, "eval_format": fmean(map(is_well_formed, texts))}
 
 
 def train(cfg: Config) -> int:
@@ -338,8 +374,7 @@ def train(cfg: Config) -> int:
     checks.check_settings(cfg)
     run = HERE / "runs" / cfg.name
     lock = runs.open_run(run, asdict(cfg), cfg.fresh)  # held as long as this process lives
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpu, dtype = device.type == "cuda", getattr(torch, cfg.dtype)
+    device = "cuda" if (on_gpu := torch.cuda.is_available()) else "cpu"
     tokenizer = checks.load_tokenizer(cfg)
     memory = Memory(cfg, on_gpu, LOGITS_AT_ONCE)  # says what the run will need
     keep_freed_memory()
@@ -348,99 +383,63 @@ def train(cfg: Config) -> int:
     llm = checks.started(start_engine, cfg, on_gpu)
     # Only this attention takes `sees` as it is: another might add True and False to its scores.
     options = dict(attn_implementation="sdpa", trust_remote_code=cfg.trust_remote_code)
-    load = partial(AutoModelForCausalLM.from_pretrained, cfg.model, **options)
+    load = lambda dtype: AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype, **options).to(device)
     # float32 weights: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they were.
-    model = load(dtype=torch.float32).to(device).train()
-    ref_model = load(dtype=dtype).to(device).eval() if cfg.kl > 0 else None
+    model = load("float32").train()
+    ref_model = load(cfg.dtype).eval() if cfg.kl > 0 else None
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = AdamW(model.parameters(), cfg.lr, (0.9, 0.99), weight_decay=cfg.weight_decay, fused=True)
-    sampling = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
 
-    # Go on from the checkpoint, if there is one: on a CPU exactly, to the bit, since problems and sampling
-    # depend on seed and step alone. (On a GPU, sums may change their order, and with it a close call.)
-    state_file, logged, metrics = run / "checkpoint" / "state.pt", -1, {"step": 0, "train_seconds": 0.0}
-    if state_file.exists():
+    # Go on from the checkpoint, if there is one: on a CPU exactly, to the bit, since problems and random
+    # numbers depend on seed and step alone. (On a GPU, sums may change their order, and then a close call.)
+    state_file, metrics = run / "checkpoint" / "state.pt", {"step": 0, "train_seconds": 0.0}
+    if resumed := state_file.exists():
         state = torch.load(state_file, map_location="cpu", weights_only=True, mmap=True)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
-        metrics, logged = state["metrics"], state["metrics"]["step"]
-    runs.forget_after(run, logged)
-    sync(llm, model, dtype)
+        metrics = state["metrics"]
+    runs.forget_after(run, metrics["step"] if resumed else -1)
+    sync(llm, model, cfg.dtype)
     bar = tqdm(total=cfg.max_steps, initial=metrics["step"], desc=cfg.name, unit="step")
     stop, watch = runs.Stop(), checks.Watch(cfg, bar)
+    done = lambda: metrics["step"] >= cfg.max_steps or 0 < 60 * cfg.max_minutes <= metrics["train_seconds"]
 
-    while True:
-        # What follows a step: an evaluation, which is not training time, its line of metrics, a checkpoint.
+    def follow_up() -> None:
+        """What comes after a step: an evaluation (not training time), its line of metrics, a checkpoint."""
         step = metrics["step"]
-        done = step >= cfg.max_steps or 0 < 60 * cfg.max_minutes <= metrics["train_seconds"]
-        if step > logged:
-            if done or step % cfg.eval_every == 0:
-                metrics |= evaluate(llm, *test_set, cfg)
-                bar.write(f"step {step}: " + REACHED.format(**metrics))
-            runs.append(run / "metrics.jsonl", metrics)
-            if done or stop.number or (step > 0 and step % cfg.save_every == 0):
-                state = dict(model=model.state_dict(), optimizer=optimizer.state_dict())
-                state |= dict(metrics=metrics, random=torch.get_rng_state())
-                runs.write_whole(state_file, lambda file: torch.save(state, file))
-        elif done and "eval_accuracy" not in metrics:  # the run was told to end where it had stopped
-            metrics |= evaluate(llm, *test_set, cfg)
-        if done or stop.number:
-            break
-        step += 1
-        started = time.perf_counter()
+        if done() or step % cfg.eval_every == 0:
+            metrics.update(evaluate(llm, *test_set, cfg))
+            bar.write(f"step {step}: " + REACHED.format(**metrics))
+        runs.append(run / "metrics.jsonl", metrics)
+        if done() or stop.number or (step > 0 and step % cfg.save_every == 0):
+            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics)
+            runs.write_whole(state_file, lambda file: torch.save(state, file))
 
-        # n rollouts for each of the step's prompts.
-        chosen = problems_of_step(len(prompts), cfg.prompts_per_step, cfg.seed, step)
+    if not resumed:
+        follow_up()  # step 0: the model as it comes
+    while not (done() or stop.number):
+        step = metrics["step"] + 1
         set_seed((cfg.seed * 1_000_003 + step) % 2**32)  # torch's generator for vLLM on CPU, numpy's on GPU
-        groups = generate(llm, [prompts[i] for i in chosen], sampling)
-        generated = time.perf_counter()
-        memory.note("generating")
-
-        # m of each n.
-        for i, group in zip(chosen, groups):
-            for rollout in group:
-                rollout.reward = reward(rollout.text, gold_answer(problems[i]["answer"]))
-        rewards, kept = down_sample(groups, cfg)
-
-        # The update. A group whose advantages are all 0 has no gradient, but for the KL penalty's: no work.
-        idle = [not any(rollout.advantage for rollout in group) for group in groups]
-        learn = [r for group, out in zip(groups, idle) for r in group if r.kept and (cfg.kl > 0 or not out)]
-        count, times = cfg.prompts_per_step * cfg.m, range(cfg.updates_per_batch)
-        llm.sleep(level=2)  # on a GPU, vLLM gives back the memory of its weights and its cache
-        updates = [update(model, ref_model, optimizer, learn, count, cfg) for _ in times]
-
-        # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and an
-        # engine woken from level 2 without a sync talks gibberish (vllm#29341).
-        memory.note("updating")
-        torch.cuda.empty_cache()
-        llm.wake_up(tags=["weights"])
-        sync(llm, model, dtype)
-        llm.wake_up(tags=["kv_cache"])
-        finished = time.perf_counter()
-
-        metrics = {
-            "step": step,
-            "train_seconds": metrics["train_seconds"] + finished - started,
-            "generate_seconds": generated - started,
-            "update_seconds": finished - generated,
-            **runs.measure(groups, rewards, kept),
-            "groups_skipped": sum(idle),
-            "lr": cfg.lr,
-            **updates[-1],
-            "logprob_gap": updates[0]["logprob_gap"],  # engine against trainer, before the weights changed
-        }
+        chosen = problems_of_step(len(prompts), cfg.prompts_per_step, cfg.seed, step)
+        asked, golds = [prompts[i] for i in chosen], [gold_answer(problems[i]["answer"]) for i in chosen]
+        groups, measured = take_step(llm, model, ref_model, optimizer, asked, golds, cfg, memory.note)
+        seconds = metrics["train_seconds"] + measured["generate_seconds"] + measured["update_seconds"]
+        metrics = {"step": step, "train_seconds": seconds} | measured
         runs.log_rollouts(run, step, groups, [problems[i] for i in chosen])
         watch(metrics)
+        follow_up()
 
     bar.close()
-    if not done:
+    step, minutes = metrics["step"], metrics["train_seconds"] / 60
+    if not done():
         print(f"Stopped after step {step}. The same command goes on from there.")
         return 128 + stop.number
+    if "eval_accuracy" not in metrics:  # the run was told to end where it had stopped
+        metrics |= evaluate(llm, *test_set, cfg)
     model.to(torch.bfloat16).save_pretrained(run / "model")
     tokenizer.save_pretrained(run / "model")
-    print(REACHED.format(**metrics), f"after {step} steps, {metrics['train_seconds'] / 60:.1f} minutes.")
+    print(REACHED.format(**metrics), f"after {step} steps, {minutes:.1f} minutes.")
     memory.report()
     runs.say_how_to_ask(run / "model", cfg.example)
     return 0

@@ -13,8 +13,8 @@ SYSTEM_PROMPT = (
     "Solve the math problem. Reason inside <think> and </think>, then write the answer, a single number, "
     "inside <answer> and </answer>, and nothing else."
 )
-# Its numbers are in none of the built-in easy problems. It makes their prompts a little over 128 tokens: vLLM
-# on a CPU shares a prompt's whole blocks of 32 among its rollouts, and each computes the rest by itself.
+# Its numbers are in none of the built-in easy problems, whose prompts it makes a little over 128 tokens long:
+# of those, rollouts share blocks of 32 in vLLM's cache (see start_engine).
 ASKED = "Rosa has 3 red bags with 21 pencils in each of them. How many pencils does Rosa have in all?"
 SOLVED = "<think> 3 * 21 = 63 </think> <answer> 63 </answer>"
 EXAMPLE = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SOLVED}]

@@ -112,6 +112,9 @@ def test_max_variance_survives_rewards_whose_squares_overflow():
 
 def test_max_variance_gives_its_worked_example():
     assert max_variance(torch.tensor([0.2, 1.0, 0.1, 0.8, 0.0]), 3).tolist() == [1, 2, 4]
+    row = [1.0, 0.8, 0.2, 0.1, 0.0]
+    by_k = [variance(row[:k] + row[2 + k :]) for k in range(4)]
+    assert by_k == pytest.approx([0.007, 0.202, 0.187, 0.116], abs=5e-4)
 
 
 def test_max_variance_keeps_half_and_half_of_binary_rewards():
@@ -546,6 +549,7 @@ def test_advantages_by_hand():
     assert advantages(rewards_, kept).tolist() == [pytest.approx([a, -a])]
     a = 0.5 / (math.sqrt(0.13) + 1e-4)
     assert advantages(rewards_, kept, "all").tolist() == [pytest.approx([a, -a])]
+    assert [0.5 / 0.5001, a] == pytest.approx([0.9998, 1.386], abs=5e-4)  # as the docstring has them
 
 
 def test_equal_rewards_have_exactly_no_advantage():
@@ -572,7 +576,7 @@ def test_each_prompt_keeps_its_own_rollouts_with_their_own_advantages():
         [0, 0, 0, 0],
     ]
     groups[1][2].reward = math.inf
-    with pytest.raises(FloatingPointError, match="not finite"):
+    with pytest.raises(ValueError, match="rewards must be finite, got inf"):
         pods.down_sample(groups, Config(n=4, m=2))
 
 
@@ -599,6 +603,23 @@ def test_loss_by_hand():
     ref[0] += log(2)
     with_kl, _ = grpo_loss(logprobs, old, A, lengths, 0.2, ref, kl=0.5)
     assert (with_kl - losses).tolist() == pytest.approx([0.5 * (1 - log(2)) / 2, 0.0], abs=1e-6)
+    assert 1 - log(2) == pytest.approx(0.307, abs=5e-4)
+
+
+def test_a_ratio_beyond_the_clip_has_no_gradient_where_it_would_earn_more():
+    """0 above 1.2 for A > 0, and below 0.8 for A < 0: as the docstring says."""
+    for A, ratio, slope in [
+        (2, 1.25, 0),
+        (2, 0.5, 2),
+        (-1, 0.5, 0),
+        (-1, 1.5, -1),
+        (2, 1.1, 2),
+        (-1, 0.9, -1),
+    ]:
+        logprobs = torch.tensor([math.log(ratio)], requires_grad=True)
+        losses, _ = grpo_loss(logprobs, torch.zeros(1), torch.tensor([float(A)]), torch.tensor([1]), clip=0.2)
+        losses.sum().backward()
+        assert logprobs.grad.item() == pytest.approx(-slope * ratio)  # d ratio / d log pi = ratio
 
 
 # ----- The update, on a tiny model
@@ -709,7 +730,9 @@ def test_the_gradient_is_that_of_a_loop_over_single_completions(model):
 def test_accumulated_gradient_is_the_full_batch_gradient(model):
     rollouts = some_rollouts(9, random.Random(1))
     whole, _ = update_gradient(model, rollouts, micro_batch_tokens=10_000)
-    assert len(pods.rows(rollouts, 1)) == len(rollouts) > len(pods.rows(rollouts, 10_000)) > 1
+    assert (
+        len(pods.cut_into_rows(rollouts, 1)) == len(rollouts) > len(pods.cut_into_rows(rollouts, 10_000)) > 1
+    )
     for tokens in (1, 50):
         cut, _ = update_gradient(model, rollouts, micro_batch_tokens=tokens)
         assert (cut - whole).norm() < 1e-5 * whole.norm()
@@ -717,7 +740,7 @@ def test_accumulated_gradient_is_the_full_batch_gradient(model):
 
 def test_rows_hold_every_rollout_once_within_the_limit_and_never_two_prompts():
     rollouts = some_rollouts(40, random.Random(2))
-    rows = pods.rows(rollouts, 50)
+    rows = pods.cut_into_rows(rollouts, 50)
     assert sum(rows, []) == rollouts and 1 < max(map(len, rows))
     for row in rows:
         tokens = len(row[0].prompt_ids) + sum(len(r.completion_ids) for r in row)
@@ -759,7 +782,7 @@ def test_packing_gives_the_gradient_of_separate_rows_for_llama_too(tiny):
     rollouts = some_rollouts(9, random.Random(12))
     packed, _ = update_gradient(llama, rollouts, micro_batch_tokens=10_000)
     alone, _ = update_gradient(llama, rollouts, micro_batch_tokens=1)
-    assert len(pods.rows(rollouts, 1)) == 9 and (packed - alone).norm() < 1e-5 * alone.norm()
+    assert len(pods.cut_into_rows(rollouts, 1)) == 9 and (packed - alone).norm() < 1e-5 * alone.norm()
 
 
 def test_never_more_than_a_chunk_of_logits_is_there_and_none_is_kept_for_the_backward_pass(
@@ -886,7 +909,7 @@ def engine_gap(llm, model, temperature: float, seed: int = 0) -> tuple[float, li
 
 
 def test_engine_and_trainer_agree_before_and_after_an_update(llm, model, tiny):
-    pods.sync(llm, model, torch.float32)
+    pods.sync(llm, model, "float32")
     gap, groups = engine_gap(llm, model, temperature=0.5)
     assert gap < 1e-3
     assert all(len(group) == 4 for group in groups)
@@ -904,13 +927,13 @@ def test_engine_and_trainer_agree_before_and_after_an_update(llm, model, tiny):
     assert first["clip_fraction"] == 0
     stale_gap, _ = engine_gap(llm, model, temperature=0.5)
     assert stale_gap > 0.1  # so the update was large enough to be seen
-    pods.sync(llm, model, torch.float32)
+    pods.sync(llm, model, "float32")
     gap, _ = engine_gap(llm, model, temperature=0.5)
     assert gap < 1e-3
 
 
 def test_sampling_follows_the_global_seed_and_not_the_calls_before(llm, model):
-    pods.sync(llm, model, torch.float32)
+    pods.sync(llm, model, "float32")
     _, first = engine_gap(llm, model, 1.0, seed=1)
     pods.evaluate(llm, [[7, 11, 13] * 60 + [0]], [{"answer": "#### 1"}], Config(max_new_tokens=8))
     _, second = engine_gap(llm, model, 1.0, seed=1)
@@ -1018,7 +1041,6 @@ def test_a_resumed_run_is_the_same_to_the_bit(tiny, undisturbed, tmp_path):
         assert torch.equal(value, states[1]["model"][name]), name
     for a, b in zip(*(state["optimizer"]["state"].values() for state in states), strict=True):
         assert all(torch.equal(a[key], b[key]) for key in a)
-    assert torch.equal(states[0]["random"], states[1]["random"])
     assert [path.name for path in (run / "checkpoint").iterdir()] == ["state.pt"]
 
 
@@ -1041,12 +1063,19 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_ends_the_step_and_twice_ends_the_process(tiny, tmp_path):
+def wait_for_stopping(process: subprocess.Popen) -> None:
+    while "Stopping" not in (line := process.stderr.readline()):
+        assert line
+
+
+def test_ctrl_c_or_sigterm_ends_the_step_and_ctrl_c_twice_the_process(tiny, tmp_path):
     run, command = tmp_path / "runs" / "x", [f"--model={tiny}", *EASY_RUN, "--save-every=1000"]
     process = start_pods(tmp_path, *command)
     wait_for_step(run, 1, process)
-    process.send_signal(signal.SIGINT)
-    assert "Stopping" in finish(process, 130)
+    process.send_signal(signal.SIGTERM)
+    wait_for_stopping(process)
+    process.send_signal(signal.SIGTERM)  # a kernel may send it for each thread of a parent that dies
+    finish(process, 128 + signal.SIGTERM)
     stopped = logs(run)[-1]["step"]
     state = torch.load(run / "checkpoint" / "state.pt", weights_only=True)
     assert state["metrics"]["step"] == stopped >= 1
@@ -1056,8 +1085,7 @@ def test_ctrl_c_ends_the_step_and_twice_ends_the_process(tiny, tmp_path):
     wait_for_step(tmp_path / "runs" / "slow", 0, process)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    while "Stopping" not in (line := process.stderr.readline()):
-        assert line
+    wait_for_stopping(process)
     process.send_signal(signal.SIGINT)
     finish(process, -signal.SIGINT)
 

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import torch
 
@@ -107,25 +108,6 @@ def load(cfg: Config):
     if cfg.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(DEVICE).train()
-
-
-def one_step(llm, model, optimizer, prompts: list[list[int]], score: Callable, cfg: Config, ref_model=None):
-    """A step of pods.train, without what is around it. score(prompt, i, rollout) is its reward."""
-    params = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
-    groups = pods.generate(llm, prompts, params)
-    for prompt, group in enumerate(groups):
-        for i, rollout in enumerate(group):
-            rollout.reward = score(prompt, i, rollout)
-    pods.down_sample(groups, cfg)
-    busy = [group for group in groups if cfg.kl > 0 or any(rollout.advantage for rollout in group)]
-    learn = [rollout for group in busy for rollout in group if rollout.kept]
-    llm.sleep(level=2)
-    for _ in range(cfg.updates_per_batch):
-        pods.update(model, ref_model, optimizer, learn, len(prompts) * cfg.m, cfg)
-    torch.cuda.empty_cache()
-    llm.wake_up(tags=["weights"])
-    pods.sync(llm, model, getattr(torch, cfg.dtype))
-    llm.wake_up(tags=["kv_cache"])
 
 
 def prompts_of(cfg: Config, count: int) -> list[list[int]]:
@@ -213,7 +195,7 @@ def update(repeats: int) -> None:
     pods.down_sample(groups, cfg)
     kept = [r for r in rollouts if r.kept]
     tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in kept)
-    rows = pods.rows(kept, cfg.micro_batch_tokens)
+    rows = pods.cut_into_rows(kept, cfg.micro_batch_tokens)
     packed = [pods.pack(each, DEVICE) for each in rows]
     alone = [torch.tensor([r.prompt_ids + r.completion_ids], device=DEVICE) for r in kept]
 
@@ -510,10 +492,9 @@ def growth(repeats: int) -> None:
     optimizer = pods.AdamW(model.parameters(), 1e-7, fused=True)
     llm = pods.start_engine(cfg, ON_GPU)
 
-    score = lambda prompt, i, rollout: pods.reward(rollout.text, "7") + i % 2
-
     def one(n: int, m: int) -> None:
-        one_step(llm, model, optimizer, prompts, score, replace(cfg, n=n, m=m))
+        with patch.object(pods, "reward", lambda text, gold, count=itertools.count(): next(count) % 2):
+            pods.take_step(llm, model, None, optimizer, prompts, ["7"], replace(cfg, n=n, m=m))
 
     grid = [(16, 16), (64, 16), (128, 16), (64, 4), (64, 64)]
     rounds = in_turns(repeats, **{f"{n},{m}": lambda n=n, m=m: one(n, m) for n, m in grid})
@@ -619,7 +600,7 @@ def shapes(repeats: int) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         optimizer = pods.AdamW(model.parameters(), 1e-6, fused=True)
         rollouts = made_up(2, cfg.m, 150, 100, 500, config.vocab_size)
-        rows = [pods.pack(each, DEVICE)[0] for each in pods.rows(rollouts, cfg.micro_batch_tokens)]
+        rows = [pods.pack(each, DEVICE)[0] for each in pods.cut_into_rows(rollouts, cfg.micro_batch_tokens)]
         computed = sum(map(len, rows))
         call = lambda: pods.update(model, None, optimizer, rollouts, len(rollouts), cfg)
         seconds = in_turns(repeats, update=call)["update"]

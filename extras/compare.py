@@ -66,9 +66,8 @@ def time_steps(settings: list[str], each: dict[str, dict]) -> dict[str, float]:
 
     def step(cfg, count) -> None:
         chosen = pods.problems_of_step(len(prompts), cfg.prompts_per_step, cfg.seed, next(count))
-        golds = [pods.gold_answer(problems[i]["answer"]) for i in chosen]
-        score = lambda prompt, i, rollout: pods.reward(rollout.text, golds[prompt])
-        bench.one_step(llm, model, optimizer, [prompts[i] for i in chosen], score, cfg, ref_model)
+        asked, golds = [prompts[i] for i in chosen], [pods.gold_answer(problems[i]["answer"]) for i in chosen]
+        pods.take_step(llm, model, ref_model, optimizer, asked, golds, cfg)
         bar.update()
 
     pods.set_seed(cfg.seed)
