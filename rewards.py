@@ -1,7 +1,9 @@
 """What the model is asked on GSM8K, which number its text gives as the answer, and the reward.
 
 Needs only Python and works alone. All of it takes time linear in the text: in training, models do write
-"</think>" a hundred times in a row, on which a regular expression with a lazy .*? goes quadratic.
+"</think>" a hundred times in a row, on which a regular expression with a lazy .*? goes quadratic. What
+pods.py takes from here, to change for another task: build_messages, gold_answer, reward (any finite number),
+and for the evaluation is_correct and is_well_formed.
 """
 
 import re
@@ -13,8 +15,7 @@ SYSTEM_PROMPT = (
     "Solve the math problem. Reason inside <think> and </think>, then write the answer, a single number, "
     "inside <answer> and </answer>, and nothing else."
 )
-# Its numbers are in none of the built-in easy problems, whose prompts it makes a little over 128 tokens long:
-# of those, rollouts share blocks of 32 in vLLM's cache (see start_engine).
+# Its numbers are in none of the easy problems. With it, their prompts fill four blocks of vLLM's cache.
 ASKED = "Rosa has 3 red bags with 21 pencils in each of them. How many pencils does Rosa have in all?"
 SOLVED = "<think> 3 * 21 = 63 </think> <answer> 63 </answer>"
 EXAMPLE = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SOLVED}]

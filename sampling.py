@@ -87,9 +87,9 @@ def max_variance(rewards: torch.Tensor, m: int) -> torch.Tensor:
 def max_reward(rewards: torch.Tensor, m: int) -> torch.Tensor:
     """The m highest rewards, best first; between equal rewards, from the front of the row.
 
-    What it loses: the failures. When m or more rollouts are right, the kept rewards are all equal, so every
-    advantage is 0 and the prompt teaches nothing; and the worst rollouts, which show what to move away from,
-    are the first to go. The paper finds it the worst of the three.
+    What it loses: the failures. When m or more rollouts share the highest reward, all that is kept is equal:
+    every advantage is 0 and the prompt teaches nothing. And the worst rollouts, which show what to move away
+    from, are the first to go. The paper finds it the worst of the three.
     """
     _check(rewards, m)
     return rewards.sort(dim=-1, descending=True, stable=True).indices[..., :m]

@@ -108,7 +108,11 @@ def train(run: Path, settings: list[str], log: Path, minutes: float, bar: tqdm) 
     except KeyboardInterrupt:
         bar.write("Stopping after this step. The same command goes on from there.", file=sys.stderr)
         process.send_signal(signal.SIGINT)
-        process.wait()
+        try:
+            process.wait()
+        except KeyboardInterrupt:  # once more: at once
+            process.send_signal(signal.SIGINT)
+            process.wait()
         return 130
     if process.returncode:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]

@@ -447,8 +447,8 @@ def test_the_study_of_subsets_against_explicit_gradients():
     assert {row["step"] for row in gradients.study(rewards, grams, per_step=2)} == {1}
     drawn = gradients.figure(rows, n)
     assert {"max-variance", "max-reward", "random"} <= texts(drawn)
-    assert [len(axes.lines) for axes in drawn.axes] == [3, 3, 3]
-    assert len(gradients.table(rows).splitlines()) == 2 + 3 * 3
+    assert [len(axes.lines) for axes in drawn.axes] == [len(RULES)] * 3
+    assert len(gradients.table(rows).splitlines()) == 2 + len(RULES) * 3
 
 
 # ----- A whole comparison

@@ -33,6 +33,10 @@ def by_place(completion_ids, **_) -> list[float]:
     return [1.1, 0.1, 0.1, 0.0] * (len(completion_ids) // 4)
 
 
+def none_for_the_first(completion_ids, **_) -> list[float | None]:
+    return [None, *(float(len(ids)) for ids in completion_ids[1:])]
+
+
 def build(kind: str, model: str, reward=by_tokens, m=None, rule="max_variance", **settings):
     """A trainer that records what it does. m = None is TRL's own."""
     import trl
@@ -113,6 +117,10 @@ def worker(out: str, model: str) -> None:
     trainer = build("grpo", model, folder=folder, m=M, per_device_eval_batch_size=N)
     trainer.evaluate(trainer.train_dataset.select(range(2)))
     found["evaluation"] = dict(rows=len(trainer.steps[0]["batch"]["advantages"]))
+    try:
+        build("grpo", model, folder=folder, m=M, reward=none_for_the_first).train()
+    except ValueError as error:
+        found["unscored"] = str(error)
     split = dict(
         per_device_train_batch_size=N // 2, gradient_accumulation_steps=1 if "RANK" in os.environ else 2
     )
@@ -240,6 +248,10 @@ def test_memory_of_the_update_falls_with_m(ranks, kind):
     for found in ranks:
         everything, kept = found[kind, "all"]["kept_bytes"], found[kind, "max_variance"]["kept_bytes"]
         assert 0.4 < kept / everything < 0.65  # m / n = 0.5
+
+
+def test_a_completion_without_a_reward_is_an_error(ranks):
+    assert all(found["unscored"] == "rewards must be finite, got nan" for found in ranks)
 
 
 def test_an_evaluation_keeps_all(ranks):
