@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from itertools import combinations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 import pods
@@ -567,6 +569,42 @@ def test_a_comparison_survives_a_kill_and_keeps_what_is_finished(
     code, _, err = script(compare, *command)
     assert code == 1 and "compare.py: compare-random-0: pods.py: " in err
     assert str(folder / "random-0.log") in err
+
+
+SLOW_TO_STOP = """
+import signal, time
+def note(*_):
+    print("one", flush=True)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+signal.signal(signal.SIGINT, note)
+print("ready", flush=True)
+time.sleep(100)
+"""
+
+
+def test_ctrl_c_twice_is_passed_on_twice(tmp_path, monkeypatch):
+    log, children, start = tmp_path / "log", [], compare.start
+
+    def start_child(command, **kwargs):
+        children.append(start(["-c", SLOW_TO_STOP], **kwargs))
+        return children[-1]
+
+    def press_twice() -> None:
+        for word in ("ready", "one"):
+            while not log.exists() or word not in log.read_text():
+                time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(compare, "start", start_child)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Thread(target=press_twice, daemon=True).start()
+    try:
+        code = compare.train(tmp_path, [], log, 1.0, tqdm(disable=True))
+    except KeyboardInterrupt:
+        code = "interrupted"
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 130 and children[0].poll() == -signal.SIGINT
 
 
 def test_comparisons_that_cannot_work_are_one_line(tmp_path, monkeypatch, capsys):
