@@ -129,7 +129,7 @@ class Stop:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # before it says so: who reads it may be quick
         if not self.number:
             print("Stopping after this step; Ctrl-C again stops at once.", file=sys.stderr)
         self.number = number
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
