@@ -126,7 +126,10 @@ def figure(rows: list[dict], n: int):
         axes.set(title=title, xlabel=f"m of n = {n}", xscale="log", xticks=ms, xticklabels=map(str, ms))
         axes.minorticks_off()
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-    panels[0].legend(loc="lower right", frameon=False)  # the lines meet where their names would stand
+    # Below, since the lines meet where their names would stand.
+    drawn.legend(
+        handles=panels[0].lines, loc="outside lower center", ncols=len(panels[0].lines), frameon=False
+    )
     return drawn
 
 
