@@ -135,8 +135,11 @@ def test_max_variance_breaks_ties_as_documented():
     equal = torch.full((6,), 0.1, dtype=torch.float64)
     assert max_variance(equal, 4).tolist() == [0, 1, 4, 5]  # balanced; first of the row, last of the row
     assert max_variance(equal, 3).tolist() == [0, 1, 5]  # two equally balanced: the one with more at the top
+    assert max_variance(torch.tensor([0.0, 3.0, 1.0]), 1).tolist() == [1]  # m = 1: the best
     rows = torch.rand(500, 5, generator=torch.Generator().manual_seed(0))
-    assert max_variance(rows, 1)[:, 0].tolist() == rows.argmax(-1).tolist()  # m = 1: the best
+    assert (
+        max_variance(rows, 1)[:, 0].tolist() == rows.argmax(-1).tolist()
+    )  # also where variances round below 0
     # k = 1 and k = 2 have the same variance, but not the same rounding: the larger k, however it rounds.
     for scale in [1.0, 0.1, 0.3, 7e-5, 1e9]:
         row = torch.tensor([1.0, 0.9, 0.2, 0.1, 0.0], dtype=torch.float64) * scale
@@ -1072,13 +1075,19 @@ def test_ctrl_c_or_sigterm_ends_the_step_and_ctrl_c_twice_the_process(tiny, tmp_
     run, command = tmp_path / "runs" / "x", [f"--model={tiny}", *EASY_RUN, "--save-every=1000"]
     process = start_pods(tmp_path, *command)
     wait_for_step(run, 1, process)
+    process.send_signal(signal.SIGINT)
+    assert "Stopping" in finish(process, 130)
+    stopped = logs(run)[-1]["step"]
+    state = torch.load(run / "checkpoint" / "state.pt", weights_only=True)
+    assert state["metrics"]["step"] == stopped >= 1
+    process = start_pods(tmp_path, *command)
+    wait_for_step(run, stopped + 1, process)
     process.send_signal(signal.SIGTERM)
     wait_for_stopping(process)
     process.send_signal(signal.SIGTERM)  # a kernel may send it for each thread of a parent that dies
     finish(process, 128 + signal.SIGTERM)
-    stopped = logs(run)[-1]["step"]
     state = torch.load(run / "checkpoint" / "state.pt", weights_only=True)
-    assert state["metrics"]["step"] == stopped >= 1
+    assert state["metrics"]["step"] == logs(run)[-1]["step"] > stopped
     # Again, with steps of seconds: it goes on, and the second signal does not wait for the step to end.
     slow = ["--name=slow", "--n=128", "--max-new-tokens=800"]
     process = start_pods(tmp_path, *command, *slow)

@@ -276,22 +276,8 @@ def test_a_trl_without_what_is_wrapped_is_told_in_one_line():
         type("Trainer", (DownSampled, Other), {})(m=1)
 
 
-def test_images_are_refused_in_one_line():
-    from extras.trl_pods import DownSampled
-
-    class Other:
-        model = SimpleNamespace(training=True)
-
-        def _generate_and_score_completions(self, inputs):
-            return {"num_images": [1]}
-
-    with pytest.raises(Refusal, match="takes text only"):
-        type(
-            "Trainer", (DownSampled, Other), {"__init__": lambda self: None}
-        )()._generate_and_score_completions([])
-
-
-def test_a_trl_that_scores_nan_is_told_in_one_line():
+def down_sampled(batch: dict):
+    """What becomes of a batch that some TRL returns, of which the first of two completions is kept."""
     from extras.trl_pods import DownSampled
 
     class Other:
@@ -299,12 +285,20 @@ def test_a_trl_that_scores_nan_is_told_in_one_line():
         _kept = torch.tensor([True, False])
 
         def _generate_and_score_completions(self, inputs):
-            return {"advantages": torch.tensor([1.0, -1.0])}
+            return batch
 
+    trainer = type("Trainer", (DownSampled, Other), {"__init__": lambda self: None})()
+    return trainer._generate_and_score_completions([])
+
+
+def test_images_are_refused_in_one_line():
+    with pytest.raises(Refusal, match="takes text only"):
+        down_sampled({"num_images": [1]})
+
+
+def test_a_trl_that_scores_nan_is_told_in_one_line():
     with pytest.raises(Refusal, match="gives an advantage to a reward that is NaN"):
-        type(
-            "Trainer", (DownSampled, Other), {"__init__": lambda self: None}
-        )()._generate_and_score_completions([])
+        down_sampled({"advantages": torch.tensor([1.0, -1.0])})
 
 
 def problems_in(folder: Path) -> Path:
