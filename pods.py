@@ -1,24 +1,32 @@
-"""GRPO with down-sampled rollouts (PODS, arXiv 2504.13818): generate n a prompt, learn from m of them.
+"""GRPO with down-sampled rollouts (PODS, arXiv 2504.13818): generate n a prompt, update on m.
 
-    bash run_gsm8k.sh sets everything up and runs this file; python pods.py --help explains every setting.
+    bash run_gsm8k.sh          sets everything up and runs this file
+    python pods.py --help      explains every setting
 
-Read from top to bottom; the order is that of the data in one training step:
+Read it from top to bottom. The order is that of the data in one training step:
 
-    problems -> n rollouts each (vLLM, in this process) -> rewards -> m of n kept (sampling.py) -> advantages
-             -> clipped loss on the kept -> AdamW on all weights -> the new weights into vLLM -> the next step
+    problems -> n rollouts a prompt (vLLM, in this process) -> rewards -> m of n (sampling.py)
+             -> advantages -> clipped loss -> AdamW on all weights -> weights into vLLM
+
+What textbook GRPO has and this file leaves out: the KL penalty with its reference model (the
+paper trains without it, too), LoRA, and more than one GPU.
 """
 
 import os
 
-# Set before vllm is imported. Its engine would otherwise run in a child process, where the live weights are
-# out of reach (vllm#16434) and which a kill of this one may leave behind with its memory (vllm#55510).
+# Set before vllm is imported. Its engine would otherwise run in a child process, where the live
+# weights are out of reach (vllm#16434) and which may outlive a kill of this one (vllm#55510).
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+import fcntl
+import json
+import math
 import random
+import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -26,21 +34,36 @@ from typing import Literal
 
 import torch
 from datasets import load_dataset
-from torch.optim import AdamW
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+from transformers.utils import logging
 from vllm import LLM, SamplingParams
 
-from extras import checks, runs
-from extras.easy import easy_problems
-from extras.memory import Memory, keep_freed_memory
 from rewards import build_messages, gold_answer, is_correct, is_well_formed, reward
 from sampling import RULES
 
-HERE = Path(__file__).resolve().parent
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOGITS_AT_ONCE = 512  # tokens
-REACHED = "test accuracy {eval_accuracy:.1%}, format {eval_format:.1%}"
+REPORT = "step {step}: test accuracy {eval/accuracy:.1%}, format {eval/format:.1%}"
+
+
+class Refusal(Exception):
+    """A setting or an input that cannot work. The text names the value and what would be right."""
+
+
+@contextmanager
+def refused(what: str, *errors: type[Exception]):
+    """Turns these errors of a library into a Refusal: `what`, and the library's own words."""
+    try:
+        yield
+    except errors as error:
+        raise Refusal(f"{what} ({' '.join(str(error).split())[:400]})") from None
+
+
+# ----- Settings
 
 
 def setting(default, help: str):
@@ -50,401 +73,573 @@ def setting(default, help: str):
 @dataclass
 class Config:
     # What to learn
-    model: str = setting("Qwen/Qwen2.5-0.5B-Instruct", "a chat model: its Hugging Face name, or its folder")
-    data: str = setting("gsm8k", "gsm8k (hub), easy (made here), or a folder with {train,test}.jsonl")
-    name: str = setting("gsm8k", "name of the run: its files go to runs/NAME, beside pods.py")
+    model: str = setting("Qwen/Qwen2.5-0.5B-Instruct", "a chat model: hub name or folder")
+    data: str = setting("gsm8k", "gsm8k (from the hub), or a folder with {train,test}.jsonl")
+    output_dir: str = setting("runs/gsm8k", "folder of the run: logs, checkpoint, trained model")
     seed: int = setting(0, "decides the order of the problems and the sampling")
+
     # Down-sampling
-    n: int = setting(64, "rollouts generated for each prompt")
-    m: int = setting(16, "rollouts kept of the n; m = n is plain GRPO")
-    rule: Literal[tuple(RULES)] = setting("max_variance", "which m are kept")
-    advantage_over: Literal["kept", "all"] = setting("kept", "whose mean and std normalise the advantages")
+    n: int = setting(64, "rollouts generated a prompt (TRL: num_generations; verl: rollout.n)")
+    m: int = setting(16, "rollouts updated on, of the n; m = n is plain GRPO")
+    rule: Literal[tuple(RULES)] = setting("max_variance", "which m of the n")
+    normalize_over: Literal["kept", "all"] = setting("kept", "whose mean and std advantages use")
+
     # Rollouts
-    prompts_per_step: int = setting(4, "problems in each step")
+    prompts_per_step: int = setting(4, "prompts in each step; verl: train_batch_size")
     temperature: float = setting(1.0, "of the sampling, and of the policy that is trained")
-    max_prompt_tokens: int = setting(512, "longest prompt, in tokens")
-    max_new_tokens: int = setting(512, "longest completion, in tokens: a longer one is cut off")
-    example: bool = setting(False, "show a solved problem in the prompt: very small models need one")
+    max_new_tokens: int = setting(512, "longer completions are cut off")
+    example: bool = setting(False, "show a solved problem first: very small models need one")
+
     # Update
     lr: float = setting(1e-6, "learning rate of AdamW, constant")
     weight_decay: float = setting(0.0, "of AdamW")
-    clip: float = setting(0.2, "epsilon: beyond 1 +- epsilon, a ratio pi / pi_old earns no more")
-    kl: float = setting(0.0, "weight of the KL penalty to the starting model, loaded only if this is above 0")
-    updates_per_batch: int = setting(1, "optimizer steps on each batch of rollouts")
+    clip_eps: float = setting(0.2, "clip ratio: pi / pi_old earns no more beyond 1 +- this")
+    updates_per_batch: int = setting(1, "optimizer steps a batch; TRL: num_iterations")
     max_grad_norm: float = setting(1.0, "a longer gradient is scaled down to this norm")
-    micro_batch_tokens: int = setting(2048, "tokens in one forward pass: decides peak memory")
-    gradient_checkpointing: bool = setting(False, "recompute activations: less memory, a third more time")
-    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of engine and autocast; weights are float32")
-    gpu_memory_utilization: float = setting(0.35, "vLLM's share of the GPU; it returns it for each update")
+    micro_batch_tokens: int = setting(2048, "tokens in a forward pass: decides peak memory")
+    gradient_checkpointing: bool = setting(False, "recompute activations: saves memory, not time")
+    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of vLLM and of autocast")
+    gpu_memory_utilization: float = setting(0.35, "vLLM's share of the GPU while it generates")
+
     # Length of the run
-    max_steps: int = setting(500, "steps in the run")
-    max_minutes: float = setting(0.0, "stop after so much training, evaluation not counted; 0: no limit")
-    eval_every: int = setting(50, "steps between evaluations; one more comes before the first and at the end")
-    eval_problems: int = setting(0, "how many test problems to evaluate on, from the first; 0: all")
-    save_every: int = setting(10, "steps between checkpoints: the same command goes on from the last one")
-    fresh: bool = setting(False, "start over; a run of the same name is moved aside")
-    eager: bool = setting(False, "do not compile vLLM: it starts a minute sooner, and generates more slowly")
-    trust_remote_code: bool = setting(False, "run Python code that comes with the model")
+    max_steps: int = setting(500, "steps in all")
+    eval_every: int = setting(50, "steps between evaluations; there is one before and one after")
+    save_every: int = setting(10, "steps between checkpoints, where the same command goes on")
+
+
+class Parser(HfArgumentParser):
+    def error(self, message: str):
+        raise Refusal(f"{message}; --help explains all settings")
+
+
+def parse_settings(arguments: list[str] | None = None) -> Config:
+    """The settings in `arguments`, by default those of the command line. May raise Refusal."""
+    parser = Parser(Config, description=__doc__.partition("\n")[0], allow_abbrev=False)
+    cfg = Config(**vars(parser.parse_args(arguments)))
+    for name, value in vars(cfg).items():
+        least = {"seed": 0, "max_steps": 0, "temperature": 0.01}.get(name, type(value) is int)
+        if type(value) in (int, float) and not least <= value < math.inf:
+            raise Refusal(f"--{name} is {value}, but must be a number from {least:.2g}")
+    if cfg.m > cfg.n:
+        raise Refusal(f"--m is {cfg.m}, but must be at most --n, which is {cfg.n}")
+    return cfg
+
+
+# ----- Problems
+
+
+def read_problems(data: str, split: str) -> list[dict]:
+    """The problems of a split, in order: {"question": text, "gold": the right number, as text}.
+
+    Raises Refusal, for a bad line with the file's name and the line's number.
+    """
+    path, problems = Path(data) / f"{split}.jsonl", []
+    if data == "gsm8k":
+        with refused("--data: cannot load GSM8K from the hub", OSError, ValueError):
+            rows = list(load_dataset("openai/gsm8k", "main", split=split))
+    else:
+        rows = path.read_bytes().splitlines() if path.is_file() else []
+    if not rows:
+        raise Refusal(f"--data: {path} is missing or empty; give gsm8k, or a folder that has it")
+    for number, row in enumerate(rows, start=1):
+        what = f'{path}, line {number} is not like {{"question": "...", "answer": "... #### 7"}}'
+        with refused(what, ValueError, KeyError, TypeError, AttributeError):
+            row = json.loads(row) if isinstance(row, bytes) else row  # bytes may have a BOM
+            gold = gold_answer(row["answer"])
+            problems.append({"question": row["question"].strip(), "gold": gold})
+    return problems
+
+
+def encode(questions: list[str], tokenizer, example: bool) -> list[list[int]]:
+    """The prompt of each question, as token ids."""
+
+    def prompts(system_role: bool) -> list[list[int]]:
+        chats = [build_messages(question, example, system_role) for question in questions]
+        return tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
+
+    try:
+        return prompts(system_role=True)
+    except TemplateError:  # a template that refuses system messages, like Gemma's
+        return prompts(system_role=False)
+
+
+def load_problems(cfg: Config, tokenizer, split: str) -> list[dict]:
+    """The problems of the "train" or "test" split, each with its "prompt_ids", a list of int."""
+    problems = read_problems(cfg.data, split)
+    prompts = encode([problem["question"] for problem in problems], tokenizer, cfg.example)
+    return [problem | {"prompt_ids": ids} for problem, ids in zip(problems, prompts)]
+
+
+def problems_of_step(problems: list[dict], cfg: Config, step: int) -> list[dict]:
+    """Those of step 1, 2, ...: passes over all problems, each shuffled anew by the seed."""
+    count, k = len(problems), cfg.prompts_per_step
+    passes = [divmod(i, count) for i in range((step - 1) * k, step * k)]
+    return [random.Random(f"{cfg.seed}/{p}").sample(problems, count)[i] for p, i in passes]
+
+
+# ----- Rollouts
 
 
 @dataclass
 class Rollout:
     prompt_ids: list[int]
-    completion_ids: list[int]  # as sampled, never tokenised again; the last is eos unless it was cut off
-    logprobs: list[float]  # log pi_old of each completion token, from vLLM: the policy that really sampled
+    completion_ids: list[int]  # as sampled, never tokenised again; ends in eos unless truncated
+    old_logprobs: list[float]  # log pi_old of each completion token; pi_old is vLLM's own policy
     text: str
     truncated: bool
-    reward: float = 0.0
+    correct: bool
+    well_formed: bool
+    reward: float
     kept: bool = False
     advantage: float = 0.0
 
 
-def load_problems(data: str, split: str) -> list[dict]:
-    """The "train" or "test" problems, each {"question": ..., "answer": "reasoning #### number"}."""
-    if data == "easy":
-        return easy_problems(split)
-    if data == "gsm8k":
-        return list(checks.fetch("--data", load_dataset, "openai/gsm8k", "main", split=split))
-    return checks.read_problems(Path(data) / f"{split}.jsonl")
+def start_engine(cfg: Config, problems: list[dict]) -> LLM:
+    """vLLM in this process, for the prompts of these problems.
 
-
-def encode(problems: list[dict], tokenizer, cfg: Config) -> tuple[list[list[int]], list[dict]]:
-    """The prompts as token ids, and their problems. Leaves out prompts that are too long."""
-    messages = [build_messages(problem["question"], cfg.example) for problem in problems]
-    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    fits = [i for i, ids in enumerate(prompts) if len(ids) <= cfg.max_prompt_tokens]
-    checks.check_lengths([len(ids) for ids in prompts], cfg.max_prompt_tokens)
-    return [prompts[i] for i in fits], [problems[i] for i in fits]
-
-
-def problems_of_step(count: int, per_step: int, seed: int, step: int) -> list[int]:
-    """Indices of the problems of step 1, 2, ...: passes over all `count`, in orders that hang on the seed."""
-    passes = [divmod(i, count) for i in range((step - 1) * per_step, step * per_step)]
-    return [random.Random(f"{seed}/{p}").sample(range(count), count)[place] for p, place in passes]
-
-
-def start_engine(cfg: Config, on_gpu: bool) -> LLM:
-    """vLLM in this process. Starting it reseeds the global generators, so seed after it."""
-    if on_gpu:
-        placement = dict(gpu_memory_utilization=cfg.gpu_memory_utilization, enable_sleep_mode=True)
-    else:  # the prefix cache shares whole blocks of a prompt among its rollouts: 128 tokens are too coarse
-        placement = dict(kv_cache_memory_bytes=2**30, block_size=32)
-        if cfg.eager:  # vLLM compiles a part of its sampling all the same, if it is not told otherwise
-            torch.compiler.set_stance("force_eager")
-    return LLM(
-        cfg.model,
-        trust_remote_code=cfg.trust_remote_code,
-        dtype=cfg.dtype,
-        enforce_eager=cfg.eager,
-        max_model_len=cfg.max_prompt_tokens + cfg.max_new_tokens,
-        logprobs_mode="processed_logprobs",  # of what is sampled from: after the temperature (trl#4159)
-        **placement,
-    )
-
-
-def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[Rollout]]:
-    """params.n rollouts for each prompt, in the prompts' order. Token ids go in and come out.
-
-    Ids, because vLLM would put a second BOS before a templated string (vllm#16976). Random numbers come from
-    a global generator, which the caller seeds: a seed for each request is slow, and fails on a CPU.
+    Starting it reseeds the global generators, so seed after it. Raises Refusal, with vLLM's own
+    words, if it cannot run this model on this machine.
     """
-    # The prefix cache survives a change of weights (vllm#9744): start each call from an empty one.
+    if DEVICE.type == "cuda":
+        options = dict(gpu_memory_utilization=cfg.gpu_memory_utilization, enable_sleep_mode=True)
+    else:
+        # Compiling takes longer than the demonstration gains by it; the stance is for the parts
+        # of its sampling that vLLM compiles even so. Rollouts of a prompt share whole blocks of
+        # its keys and values: of a short prompt, blocks of 128 tokens would share nothing.
+        options = dict(enforce_eager=True, kv_cache_memory_bytes=2**30, block_size=32)
+        torch.compiler.set_stance("force_eager")
+    # Processed log-probs are those after the temperature, from which is sampled (trl#4159).
+    options |= dict(logprobs_mode="processed_logprobs", use_tqdm_on_load=False, dtype=cfg.dtype)
+    longest = max(len(problem["prompt_ids"]) for problem in problems) + cfg.max_new_tokens
+    with refused(f"vLLM cannot run {cfg.model} so", ValueError, RuntimeError, AssertionError):
+        llm = LLM(cfg.model, max_model_len=longest, **options)
+        # Some back ends find only now that they cannot: of a head size, for one.
+        llm.generate({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1), use_tqdm=False)
+    return llm
+
+
+def generate(llm: LLM, problems: list[dict], n: int, temperature: float, max_tokens: int):
+    """n graded rollouts of each problem, list[list[Rollout]]. Token ids go in and come out.
+
+    Ids, because vLLM would put a second BOS before a templated string (vllm#16976). Random numbers
+    come from a global generator, which the caller seeds: a seed for each request is slow, and
+    fails on a CPU.
+    """
+    # Keys and values in the prefix cache are those of older weights (vllm#9744): start empty.
     if not llm.reset_prefix_cache():
-        raise RuntimeError("vLLM kept its prefix cache, and with it keys and values of older weights")
+        raise RuntimeError("vLLM kept its prefix cache, and with it keys of older weights")
+    # What is not set is off, whatever the model's generation_config says: with a top-k, rollouts
+    # would be of another policy than the one that is trained. logprobs=0: of sampled tokens alone.
+    params = SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0)
+    prompts = [{"prompt_token_ids": problem["prompt_ids"]} for problem in problems]
 
-    def rollout(prompt_ids: list[int], out) -> Rollout:
-        logprobs = [at[token].logprob for token, at in zip(out.token_ids, out.logprobs or [])]
-        return Rollout(prompt_ids, list(out.token_ids), logprobs, out.text, out.finish_reason == "length")
+    def graded(item: dict, out) -> Rollout:
+        ids, text, cut_off = list(out.token_ids), out.text, out.finish_reason == "length"
+        logprobs = [at[token].logprob for token, at in zip(ids, out.logprobs)]
+        grades = is_correct(text, item["gold"]), is_well_formed(text), reward(text, item["gold"])
+        return Rollout(item["prompt_ids"], ids, logprobs, text, cut_off, *grades)
 
-    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    return [[rollout(output.prompt_token_ids, out) for out in output.outputs] for output in outputs]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [[graded(p, out) for out in output.outputs] for p, output in zip(problems, outputs)]
+
+
+# ----- Selection and advantages
 
 
 def advantages(rewards: torch.Tensor, kept: torch.Tensor, over: str = "kept") -> torch.Tensor:
-    """Advantages (prompts, m), float64, of rewards (prompts, n) at the kept indices (prompts, m).
+    """Advantages (prompts, m) of float64 rewards (prompts, n) at the kept indices (prompts, m).
 
         A_i = (r_i - mean) / (std + 1e-4)    for i in S, the kept subset
 
-    with mean and std over S (over="kept", the paper's choice) or over all n (over="all"); std is that of the
-    population. Equal rewards give exactly 0, not the rounding error of their mean, which 1e-4 would enlarge.
+    with mean and std over S (over="kept", the paper's choice) or over all n (over="all"). The std
+    is that of the population. Equal rewards give exactly 0, and not the rounding error of their
+    mean, which a division by 1e-4 would enlarge.
 
-    In numbers: of the rewards 0.4 1.0 0.0 0.6, max-variance keeps 1.0 and 0.0. Over the kept, mean and std
-    are 0.5, so A is 0.5 / 0.5001 = 0.9998 and -0.9998. Over all four, std is 0.3606, and A 1.386 and -1.386.
+    In numbers: of the rewards 0.4 1.0 0.0 0.6, max-variance keeps 1.0 and 0.0. Over the kept, mean
+    and std are 0.5, so A is 0.5 / 0.5001 = 0.9998 and -0.9998. Over all four, the std is 0.3606,
+    and A is 1.386 and -1.386.
     """
-    rewards = rewards.double()
     kept_rewards = rewards.gather(-1, kept)
     base = kept_rewards if over == "kept" else rewards
-    std = base.std(-1, correction=0, keepdim=True)
+    mean, std = base.mean(-1, keepdim=True), base.std(-1, correction=0, keepdim=True)
     varied = base.amax(-1, keepdim=True) > base.amin(-1, keepdim=True)
-    return torch.where(varied, (kept_rewards - base.mean(-1, keepdim=True)) / (std + 1e-4), 0.0)
+    return torch.where(varied, (kept_rewards - mean) / (std + 1e-4), 0.0)
 
 
 def down_sample(groups: list[list[Rollout]], cfg: Config) -> tuple[torch.Tensor, torch.Tensor]:
-    """Marks m of the n rollouts of each group as kept, and gives them their advantages.
+    """Marks m of the n rollouts of each group as kept, and gives these their advantages.
 
     Returns all rewards (prompts, n), float64, and the indices of the kept (prompts, m).
     """
-    rewards = torch.tensor([[rollout.reward for rollout in group] for group in groups], dtype=torch.float64)
-    if not rewards.isfinite().all():
-        raise FloatingPointError("a reward is not finite; no weight was changed")
+    rewards = torch.tensor([[r.reward for r in group] for group in groups], dtype=torch.float64)
     kept = RULES[cfg.rule](rewards, cfg.m)
-    A = advantages(rewards, kept, cfg.advantage_over)
+    A = advantages(rewards, kept, cfg.normalize_over)
     for group, indices, values in zip(groups, kept.tolist(), A.tolist()):
         for i, value in zip(indices, values):
             group[i].kept, group[i].advantage = True, value
     return rewards, kept
 
 
-def cut_into_rows(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
-    """Rollouts, those of one prompt one after another, in rows for `pack`: each of max_tokens at most."""
-    rows, tokens = [], 0
+# ----- Log-probs of the policy that is trained
+
+
+def micro_batches(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
+    """The rollouts cut into micro-batches, in order: each is of one prompt, so that `pack` computes
+    the prompt once, and of at most max_tokens, unless a single rollout is longer."""
+    batches, tokens = [], 0
     for rollout in rollouts:
         tokens += len(rollout.completion_ids)
-        if not rows or rows[-1][0].prompt_ids != rollout.prompt_ids or tokens > max_tokens:
-            rows.append([])
+        if not batches or batches[-1][0].prompt_ids != rollout.prompt_ids or tokens > max_tokens:
+            batches.append([])
             tokens = len(rollout.prompt_ids) + len(rollout.completion_ids)
-        rows[-1].append(rollout)
-    return rows
+        batches[-1].append(rollout)
+    return batches
 
 
-def pack(row: list[Rollout], device: torch.device) -> tuple[torch.Tensor, ...]:
+def pack(batch: list[Rollout]) -> tuple[torch.Tensor, ...]:
     """One sequence out of rollouts of one prompt: the prompt once, then each completion.
 
         token       p p p p a a a b b        a and b are completions of the prompt p
         position    0 1 2 3 4 5 6 4 5        both go on where the prompt ends
-        predictor           3 4 5 3 7        index of the token whose output predicts a completion token
+        predictor           3 4 5 3 7        index of the token whose output predicts this one
 
-    A token sees what comes before it, but never another completion: what it would see in a sequence of its
-    own. Only the cost changes: the prompt is computed once, not once a completion, and nothing is padded.
-    What is a completion token follows from lengths, never from ids: where pad = eos, a mask by id would drop
-    the eos that teaches the model to stop (trl#6357).
+    The attention mask lets a token see what comes before it, but never another completion: what it
+    would see in a sequence of its own. Only the cost changes: the prompt is computed once, not
+    once a completion, and nothing is padded. Which tokens are completion follows from lengths and
+    never from ids: where pad = eos, a mask by id drops the eos that teaches to stop (trl#6357).
 
-    Returns ids (L,), positions (L,), predictor (T,), all int64, and sees (L, L) bool, [token, what it sees].
+    Returns ids (L,), positions (L,), predictor (T,), int64, and attention_mask (L, L), bool:
+    [token, what it sees].
     """
-    parts = [row[0].prompt_ids, *(rollout.completion_ids for rollout in row)]
-    lengths = torch.tensor([len(part) for part in parts], device=device)
-    part = torch.arange(len(parts), device=device).repeat_interleave(lengths)  # 0 is the prompt
-    index, prompt = torch.arange(len(part), device=device), lengths[0]
+    parts = [batch[0].prompt_ids, *(rollout.completion_ids for rollout in batch)]
+    lengths = torch.tensor([len(part) for part in parts], device=DEVICE)
+    part = torch.arange(len(parts), device=DEVICE).repeat_interleave(lengths)  # 0 is the prompt
+    index, prompt = torch.arange(len(part), device=DEVICE), lengths[0]
     start = (lengths.cumsum(0) - lengths)[part]
     positions = torch.where(part > 0, index - start + prompt, index)
     predictor = torch.where(index == start, prompt, index)[prompt:] - 1
-    sees = ((part == 0) | (part == part[:, None])).tril()
-    return torch.tensor(sum(parts, []), device=device), positions, predictor, sees
+    attention_mask = ((part == 0) | (part == part[:, None])).tril()
+    return torch.tensor(sum(parts, []), device=DEVICE), positions, predictor, attention_mask
 
 
-def completion_logprobs(model, ids, positions, predictor, sees, temperature: float) -> torch.Tensor:
+def completion_logprobs(model, ids, positions, predictor, attention_mask, temperature: float):
     """log pi of each completion token, in nats, float32 (T,), of one sequence from `pack`."""
-    inputs = dict(position_ids=positions[None], attention_mask=sees[None, None], use_cache=False)
-    hidden = model.base_model(ids[None], **inputs).last_hidden_state[0, predictor]
+    inputs = dict(position_ids=positions[None], attention_mask=attention_mask[None, None])
+    hidden = model.base_model(ids[None], **inputs, use_cache=False).last_hidden_state[0, predictor]
 
     def logprobs(hidden, targets):
-        logits = model.get_output_embeddings()(hidden).float() / temperature  # before the softmax (trl#3029)
+        # The temperature divides the logits, before the softmax (trl#3029).
+        logits = model.get_output_embeddings()(hidden).float() / temperature
         return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
-    # Over 150,000 tokens, logits are the largest tensors of all: one chunk of them is there at a time, and
-    # the backward pass computes it again.
+    # With a vocabulary of 150,000, logits are the largest tensors of all. Only a chunk of them is
+    # there at a time, and the backward pass computes it again.
     chunks = zip(hidden.split(LOGITS_AT_ONCE), ids[-len(predictor) :].split(LOGITS_AT_ONCE))
     return torch.cat([checkpoint(logprobs, *chunk, use_reentrant=False) for chunk in chunks])
 
 
-def grpo_loss(logprobs, old_logprobs, advantages, lengths, clip: float, ref_logprobs=None, kl: float = 0.0):
-    """The loss of each of C completions, (C,), and the ratio of each of their T tokens, (T,).
+# ----- Loss and update
 
-        loss_i = -mean over tokens t of [ min(ratio A_i, clamp(ratio, 1 - clip, 1 + clip) A_i) - kl k3 ]
-        ratio  = pi(t) / pi_old(t)        k3 = pi_ref(t) / pi(t) - log(pi_ref(t) / pi(t)) - 1
 
-    The paper's GRPO-PODS objective on the kept subset; k3 is Schulman's estimate of KL(pi, pi_ref), see
-    joschu.net/blog/kl-approx.html. logprobs, old_logprobs and ref_logprobs are (T,) in nats, one completion
-    after another; advantages (C,), lengths (C,) int64, their tokens. pi_old is what vLLM sampled from: this
-    covers its rounding, and several updates on one batch, alike. Each completion counts the same, however
-    long: the paper's choice (DAPO's mean over tokens gives long ones more weight). In numbers, clip = 0.2:
+def grpo_loss(logprobs, old_logprobs, advantages, lengths, clip_eps: float):
+    """The loss of each of C completions (C,), and of each of their T tokens its ratio to pi_old
+    (T,) and whether the clip takes its gradient away (T,), bool.
 
-        A = 2,  ratio 1.25: min(2.5, 2.4) = 2.4, clamped: for A > 0 the gradient is 0 above 1 + clip.
-        A = -1, ratio 0.5:  min(-0.5, -0.8) = -0.8, clamped: for A < 0 it is 0 below 1 - clip.
-        A = -1, ratio 1.5:  min(-1.5, -1.2) = -1.5, not clamped: a bad token that became likelier goes back.
-        pi_ref / pi = 2:    k3 = 2 - log 2 - 1 = 0.307. Never below 0, since log x <= x - 1.
+        loss_i = -mean over its tokens t of min(ratio A_i, clamp(ratio, 1 - eps, 1 + eps) A_i)
+        ratio  = pi(t) / pi_old(t)
+
+    The paper's GRPO-PODS objective on the kept subset. logprobs and old_logprobs are (T,) in nats,
+    one completion after another; advantages (C,); lengths (C,) int64, their tokens. pi_old is the
+    engine's policy, from which the tokens were sampled: so the ratio is also the importance ratio
+    that corrects the engine's rounding, and it covers several updates on a batch. Each completion
+    counts the same, however long: the paper's choice (DAPO's mean over all tokens gives long ones
+    more weight). In numbers, for eps = 0.2:
+
+        A = 2,  ratio 1.25: min(2.5, 2.4) = 2.4, clipped: for A > 0 no gradient above 1 + eps.
+        A = -1, ratio 0.5:  min(-0.5, -0.8) = -0.8, clipped: for A < 0 no gradient below 1 - eps.
+        A = -1, ratio 1.5:  min(-1.5, -1.2) = -1.5, not clipped: a bad token that became likelier
+                            is still pushed back.
     """
     A = advantages.repeat_interleave(lengths)
     ratio = (logprobs - old_logprobs).exp()
-    objective = torch.min(ratio * A, ratio.clamp(1 - clip, 1 + clip) * A)
-    if ref_logprobs is not None:
-        log_ref_ratio = ref_logprobs - logprobs
-        objective = objective - kl * (log_ref_ratio.exp() - log_ref_ratio - 1)
-    return -torch.stack([tokens.mean() for tokens in objective.split(lengths.tolist())]), ratio.detach()
+    free, clamped = ratio * A, ratio.clamp(1 - clip_eps, 1 + clip_eps) * A
+    losses = [-tokens.mean() for tokens in torch.min(free, clamped).split(lengths.tolist())]
+    return torch.stack(losses), ratio.detach(), clamped < free
 
 
-def update(model, ref_model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -> dict[str, float]:
-    """One optimizer step on the mean loss of `count` = prompts * m completions. Returns its metrics.
+def update(model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -> dict[str, float]:
+    """One optimizer step on the mean loss of `count` = prompts * m completions. Returns metrics.
 
-    So a token's term is divided by (tokens of its completion) * prompts * m, also where rollouts without a
-    gradient are left out: divided by what is left, the others would grow (trl#7068). Of 2 prompts with m = 2,
-    one idle, 2 losses are divided by 4. And so the gradients of all rows add up to that of the whole batch.
+    So a token's term is divided by (tokens of its completion) * prompts * m, also where rollouts
+    without a gradient are left out: divided by what is left, the others would grow (trl#7068). Of
+    2 prompts with m = 2, one with equal rewards, 2 losses are divided by 4. And so the gradients
+    of the micro-batches add up to that of the whole batch.
     """
-    device, total, gaps, ratios = next(model.parameters()).device, 0.0, [], []
-    for row in cut_into_rows(rollouts, cfg.micro_batch_tokens):
-        packed = pack(row, device)
-        old_logprobs = torch.tensor([x for rollout in row for x in rollout.logprobs], device=device)
-        A = torch.tensor([rollout.advantage for rollout in row], device=device)
-        lengths = torch.tensor([len(rollout.completion_ids) for rollout in row], device=device)
-        ref_logprobs = None
-        with torch.autocast(device.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-            if ref_model is not None:
-                with torch.no_grad():
-                    ref_logprobs = completion_logprobs(ref_model, *packed, cfg.temperature)
-            logprobs = completion_logprobs(model, *packed, cfg.temperature)
-        losses, ratio = grpo_loss(logprobs, old_logprobs, A, lengths, cfg.clip, ref_logprobs, cfg.kl)
+    total, tokens, sums = 0.0, 0, torch.zeros(3, dtype=torch.float64)
+    for batch in micro_batches(rollouts, cfg.micro_batch_tokens):
+        old_logprobs = torch.tensor([x for r in batch for x in r.old_logprobs], device=DEVICE)
+        A = torch.tensor([r.advantage for r in batch], device=DEVICE)
+        lengths = torch.tensor([len(r.completion_ids) for r in batch], device=DEVICE)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
+            logprobs = completion_logprobs(model, *pack(batch), cfg.temperature)
+        losses, ratio, clipped = grpo_loss(logprobs, old_logprobs, A, lengths, cfg.clip_eps)
         loss = losses.sum() / count
         loss.backward()
         total += loss.item()
-        gaps.append((logprobs.detach() - old_logprobs).abs())
-        ratios.append(ratio)
+        tokens += len(ratio)
+        logp_diff = (logprobs.detach() - old_logprobs).abs()
+        sums += torch.stack([ratio, clipped, logp_diff]).double().sum(-1).cpu()
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
-    if not torch.tensor(total + grad_norm).isfinite():
-        # One NaN in the weights turns every later completion into "!!!!" (verl#721): stop before that.
-        raise FloatingPointError(f"loss {total}, gradient norm {grad_norm}: stopped before the step")
+    if not math.isfinite(total + grad_norm):
+        # One NaN in the weights turns every later completion into "!!!!" (verl#721).
+        raise FloatingPointError(f"loss {total}, gradient norm {grad_norm}: lower --lr?")
     optimizer.step()
     optimizer.zero_grad()
-    mean = lambda parts: torch.cat(parts).double().mean().item() if parts else 0.0
-    clipped = [(ratio - 1).abs() > cfg.clip for ratio in ratios]
-    of_tokens = dict(ratio=mean(ratios), clip_fraction=mean(clipped), logprob_gap=mean(gaps))
-    return dict(loss=total, grad_norm=grad_norm, tokens_updated=sum(map(len, ratios))) | of_tokens
+    names = ("train/ratio", "train/clip_fraction", "train/logp_diff")
+    means = dict(zip(names, (sums / max(tokens, 1)).tolist()))
+    return {"train/loss": total, "train/grad_norm": grad_norm, "train/tokens": tokens} | means
 
 
-def sync(llm: LLM, model: torch.nn.Module, dtype: str) -> None:
-    """Put the trained weights into the engine. Each word of it matters, and no mistake would raise an error:
+# ----- The new weights into the engine
 
-    - state_dict(), not named_parameters(): those have no tied lm_head, and the engine would keep its old one.
-    - An iterator: without one, reload_weights loads the starting model from disk again (trl#5312).
+
+def load_weights_into_vllm(llm: LLM, model: torch.nn.Module, dtype: str) -> None:
+    """Gives the engine the trained weights. A mistake here would raise no error:
+
+    - state_dict(), not named_parameters(): those have no tied lm_head, and the engine would keep
+      its old one. (Where the engine has none of its own, as for Gemma 2, it must not get one.)
+    - An iterator: without one, reload_weights loads the starting model from disk (trl#5312).
+    - Cast here: else vLLM warns about each tensor.
     """
-    cast = lambda weight: weight.detach().to(getattr(torch, dtype))  # else vLLM warns once a tensor
-    weights = ((name, cast(weight)) for name, weight in model.state_dict().items())
+    (has_head,) = llm.apply_model(lambda engine_model: hasattr(engine_model, "lm_head"))
+    state, to = model.state_dict(), getattr(torch, dtype)
+    weights = ((k, w.to(to)) for k, w in state.items() if has_head or k != "lm_head.weight")
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
 
-def take_step(llm, model, ref_model, optimizer, prompts, golds, cfg: Config, note=lambda phase: None):
-    """One step on `prompts`, token ids, and their answers `golds`. Returns all rollouts, and its metrics."""
-    # What is not set here is off, whatever the model's generation_config says: with a top-k, rollouts would
-    # be of another policy than the one that is trained. logprobs=0: of the sampled token alone.
-    started = time.perf_counter()
-    params = SamplingParams(n=cfg.n, temperature=cfg.temperature, max_tokens=cfg.max_new_tokens, logprobs=0)
-    groups = generate(llm, prompts, params)
-    generated = time.perf_counter()
-    note("generating")
+# ----- One step
 
-    # A reward for each, a finite number, and m of each n.
-    for group, gold in zip(groups, golds):
-        for rollout in group:
-            rollout.reward = reward(rollout.text, gold)
+
+def take_step(llm: LLM, model, optimizer, problems: list[dict], cfg: Config):
+    """One training step on the problems. Returns all their rollouts, and the step's metrics."""
+    # n rollouts of each prompt, and of these m.
+    started = time.perf_counter()
+    groups = generate(llm, problems, cfg.n, cfg.temperature, cfg.max_new_tokens)
+    generated = time.perf_counter()
     rewards, kept = down_sample(groups, cfg)
 
-    # The update. A group whose advantages are all 0 has no gradient, but for the KL penalty's: no work.
-    idle = [not any(rollout.advantage for rollout in group) for group in groups]
-    learn = [r for group, skip in zip(groups, idle) for r in group if r.kept and (cfg.kl > 0 or not skip)]
+    # The update. A group whose kept rewards are all equal has advantages of 0 and no gradient: it
+    # costs no work, but counts in the denominator.
+    varied = [group for group in groups if any(rollout.advantage for rollout in group)]
+    train_rollouts = [rollout for group in varied for rollout in group if rollout.kept]
+    count, updates = len(problems) * cfg.m, []
     llm.sleep(level=2)  # on a GPU, vLLM gives back the memory of its weights and its cache
-    count = len(prompts) * cfg.m
-    updates = [update(model, ref_model, optimizer, learn, count, cfg) for _ in range(cfg.updates_per_batch)]
+    for _ in range(cfg.updates_per_batch):
+        updates.append(update(model, optimizer, train_rollouts, count, cfg))
 
-    # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and an
-    # engine woken from level 2 without a sync talks gibberish (vllm#29341).
-    note("updating")
-    torch.cuda.empty_cache()
+    # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and
+    # an engine that sleeps at level 2 and gets no weights talks gibberish (vllm#29341). Of the
+    # trainer's memory, torch's cache is emptied by vLLM, and the gradients by update.
     llm.wake_up(tags=["weights"])
-    sync(llm, model, cfg.dtype)
+    load_weights_into_vllm(llm, model, cfg.dtype)
     llm.wake_up(tags=["kv_cache"])
-    return groups, {
-        "generate_seconds": generated - started,
-        "update_seconds": time.perf_counter() - generated,
-        **runs.measure(groups, rewards, kept),
-        "groups_skipped": sum(idle),
-        **updates[-1],
-        # Mean |difference| of vLLM and trainer before the weights change: 0.04 at most in bf16 in our runs.
-        "logprob_gap": updates[0]["logprob_gap"],
+    metrics = {"time/generate": generated - started, "time/update": time.perf_counter() - generated}
+    metrics |= rollout_metrics(groups, rewards, rewards.gather(-1, kept))
+    metrics["rollout/zero_std_groups"] = len(groups) - len(varied)
+    metrics |= {key: fmean(each[key] for each in updates) for key in updates[0]}
+    # Of the first update alone: there, engine and trainer still hold the same weights.
+    metrics["train/logp_diff"] = updates[0]["train/logp_diff"]
+    return groups, metrics
+
+
+def rollout_metrics(groups: list[list[Rollout]], rewards, kept_rewards) -> dict[str, float]:
+    """Of the rollouts, and of their rewards (prompts, n) and (prompts, m): a std is in a group."""
+    rollouts = [rollout for group in groups for rollout in group]
+    return {
+        "rollout/tokens": sum(len(r.completion_ids) for r in rollouts),
+        "rollout/reward_mean": rewards.mean().item(),
+        "rollout/reward_std": rewards.std(-1, correction=0).mean().item(),
+        "rollout/kept_reward_mean": kept_rewards.mean().item(),
+        "rollout/kept_reward_std": kept_rewards.std(-1, correction=0).mean().item(),
+        "rollout/accuracy": fmean(r.correct for r in rollouts),
+        "rollout/format": fmean(r.well_formed for r in rollouts),
+        "rollout/truncated": fmean(r.truncated for r in rollouts),
+        # An estimate: the mean of -log pi_old over tokens that pi_old sampled.
+        "rollout/entropy": -fmean(x for r in rollouts for x in r.old_logprobs),
     }
 
 
-def evaluate(llm: LLM, prompts: list[list[int]], problems: list[dict], cfg: Config) -> dict[str, float]:
-    """Accuracy and format rate of greedy completions."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=cfg.max_new_tokens)
-    texts = [group[0].text for group in generate(llm, prompts, greedy)]
-    right = fmean(is_correct(text, gold_answer(p["answer"])) for text, p in zip(texts, problems))
-    return {"eval_accuracy": right, "eval_format": fmean(map(is_well_formed, texts))}
+def evaluate(llm: LLM, problems: list[dict], cfg: Config) -> dict[str, float]:
+    """Shares of greedy completions: with the right answer, well-formed, and both."""
+    answers = [group[0] for group in generate(llm, problems, 1, 0.0, cfg.max_new_tokens)]
+    return {
+        "eval/accuracy": fmean(r.correct for r in answers),
+        "eval/format": fmean(r.well_formed for r in answers),
+        "eval/accuracy_with_format": fmean(r.correct and r.well_formed for r in answers),
+    }
+
+
+# ----- The folder of a run
+
+MAY_CHANGE = ("output_dir", "max_steps", "save_every")  # when a run goes on
+
+
+def open_run(cfg: Config):
+    """The run's folder, made if need be, and its lock, to be kept until the process ends.
+
+    Raises Refusal if a live process has the run, or if it was made with other settings.
+    """
+    run = Path(cfg.output_dir)
+    run.mkdir(parents=True, exist_ok=True)
+    lock = open(run / "lock", "w")
+    with refused(f"{run} is in use by a live process; take another --output_dir", BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
+    settings, file = asdict(cfg), run / "config.json"
+    old = json.loads(file.read_text()) if (run / "metrics.jsonl").exists() else settings
+    if differ := {k: v for k, v in old.items() if v != settings.get(k) and k not in MAY_CHANGE}:
+        raise Refusal(f"{run} was made with {differ}; take another --output_dir, or delete it")
+    file.write_text(json.dumps(settings, indent=1))
+    return run, lock
+
+
+def log(file: Path, rows: list[dict]) -> None:
+    with open(file, "a", encoding="utf-8") as out:
+        out.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def log_rollouts(run: Path, step: int, problems: list[dict], groups: list[list[Rollout]]) -> None:
+    """All rollouts, a line each, in the order that the rules saw."""
+    shown = ("reward", "correct", "kept", "advantage", "truncated", "text")
+    for number, (problem, group) in enumerate(zip(problems, groups), start=1):
+        same = dict(step=step, prompt=number, question=problem["question"], gold=problem["gold"])
+        rows = [same | {key: getattr(rollout, key) for key in shown} for rollout in group]
+        log(run / "rollouts.jsonl", rows)
+
+
+def save(run: Path, model, optimizer, metrics: dict) -> None:
+    """A checkpoint: weights, AdamW's state, the step's metrics, and how long the logs are by now.
+
+    Written beside the old one, then renamed: a kill or a full disk leaves one of them, whole.
+    """
+    state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics)
+    state["logs"] = {log.name: log.stat().st_size for log in run.glob("*.jsonl")}
+    with open(run / "checkpoint.pt.new", "wb") as file:
+        torch.save(state, file)
+    os.replace(run / "checkpoint.pt.new", run / "checkpoint.pt")
+
+
+def restore(run: Path, model, optimizer) -> dict | None:
+    """Goes back to the checkpoint and returns its metrics; None where there is none.
+
+    Weights and AdamW's state are all that a run needs, since problems and random numbers depend on
+    seed and step alone. Log lines of later steps are cut off: these steps are run again. On a CPU
+    they come out the same to the bit; on a GPU, sums may change their order.
+    """
+    state = dict(metrics=None, logs={})
+    if (run / "checkpoint.pt").exists():
+        # mmap: the file is not read into memory at once, and let go before the next save.
+        state = torch.load(run / "checkpoint.pt", "cpu", weights_only=True, mmap=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for log in run.glob("*.jsonl"):
+        os.truncate(log, state["logs"].get(log.name, 0))
+    return state["metrics"]
+
+
+# ----- The run
+
+STOP: list[int] = []  # the signals that asked for it
+
+
+def stop_after_step(number: int, frame) -> None:
+    """Ctrl-C or SIGTERM: the step ends and is saved. Ctrl-C again ends the process at once."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    STOP.append(number)
+    print("Stopping after this step; Ctrl-C again stops at once.", file=sys.stderr)
+
+
+def build_model_and_optimizer(cfg: Config):
+    """The policy that is trained, in float32, and its AdamW."""
+    # float32: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they
+    # were. sdpa: another attention might add the mask's True and False to its scores.
+    options = dict(dtype=torch.float32, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(cfg.model, **options).to(DEVICE).train()
+    if cfg.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    options = dict(lr=cfg.lr, betas=(0.9, 0.99), weight_decay=cfg.weight_decay, fused=True)
+    return model, torch.optim.AdamW(model.parameters(), **options)
 
 
 def train(cfg: Config) -> int:
-    """The whole run, or the rest of it: it goes on from its last checkpoint. Returns the exit code."""
-    checks.check_settings(cfg)
-    run = HERE / "runs" / cfg.name
-    lock = runs.open_run(run, asdict(cfg), cfg.fresh)  # held as long as this process lives
-    device = "cuda" if (on_gpu := torch.cuda.is_available()) else "cpu"
-    tokenizer = checks.load_tokenizer(cfg)
-    memory = Memory(cfg, on_gpu, LOGITS_AT_ONCE)  # says what the run will need
-    keep_freed_memory()
-    prompts, problems = encode(load_problems(cfg.data, "train"), tokenizer, cfg)
-    test_set = encode(load_problems(cfg.data, "test")[: cfg.eval_problems or None], tokenizer, cfg)
-    llm = checks.started(start_engine, cfg, on_gpu)
-    # Only this attention takes `sees` as it is: another might add True and False to its scores.
-    options = dict(attn_implementation="sdpa", trust_remote_code=cfg.trust_remote_code)
-    load = lambda dtype: AutoModelForCausalLM.from_pretrained(cfg.model, dtype=dtype, **options).to(device)
-    # float32 weights: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they were.
-    model = load("float32").train()
-    ref_model = load(cfg.dtype).eval() if cfg.kl > 0 else None
-    if cfg.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = AdamW(model.parameters(), cfg.lr, (0.9, 0.99), weight_decay=cfg.weight_decay, fused=True)
+    """The whole run, or the rest of it. Returns the exit code."""
+    signal.signal(signal.SIGINT, stop_after_step)
+    signal.signal(signal.SIGTERM, stop_after_step)
+    run, _lock = open_run(cfg)
+    with refused(f"--model: cannot use {cfg.model}", OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+        problems = load_problems(cfg, tokenizer, "train")
+        test_problems = load_problems(cfg, tokenizer, "test")
+    print("Starting vLLM and loading the model: seconds on a CPU, a minute or two on a GPU.")
+    llm = start_engine(cfg, problems + test_problems)
+    model, optimizer = build_model_and_optimizer(cfg)
+    saved = restore(run, model, optimizer)
+    metrics = saved or {"step": 0}
+    load_weights_into_vllm(llm, model, cfg.dtype)
+    bar = tqdm(total=cfg.max_steps, initial=metrics["step"], desc=run.name, unit="step")
 
-    # Go on from the checkpoint, if there is one: on a CPU exactly, to the bit, since problems and random
-    # numbers depend on seed and step alone. (On a GPU, sums may change their order, and then a close call.)
-    state_file, metrics = run / "checkpoint" / "state.pt", {"step": 0, "train_seconds": 0.0}
-    if resumed := state_file.exists():
-        state = torch.load(state_file, map_location="cpu", weights_only=True, mmap=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        metrics, state = state["metrics"], None  # and lets go of the file, which the next save replaces
-    runs.forget_after(run, metrics["step"] if resumed else -1)
-    sync(llm, model, cfg.dtype)
-    bar = tqdm(total=cfg.max_steps, initial=metrics["step"], desc=cfg.name, unit="step")
-    stop, watch = runs.Stop(), checks.Watch(cfg, bar)
-    done = lambda: metrics["step"] >= cfg.max_steps or 0 < 60 * cfg.max_minutes <= metrics["train_seconds"]
-
-    def follow_up() -> None:
-        """What comes after a step: an evaluation (not training time), its line of metrics, a checkpoint."""
+    while True:
+        # What follows a step, also step 0, the model as it comes: evaluation, log, checkpoint.
         step = metrics["step"]
-        if done() or step % cfg.eval_every == 0:
-            metrics.update(evaluate(llm, *test_set, cfg))
-            bar.write(f"step {step}: " + REACHED.format(**metrics))
-        runs.append(run / "metrics.jsonl", metrics)
-        if done() or stop.number or (step > 0 and step % cfg.save_every == 0):
-            state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics)
-            runs.write_whole(state_file, lambda file: torch.save(state, file))
+        done = step >= cfg.max_steps
+        if metrics is not saved:
+            if done or step % cfg.eval_every == 0:
+                metrics |= evaluate(llm, test_problems, cfg)
+                bar.write(REPORT.format(**metrics))
+            log(run / "metrics.jsonl", [metrics])
+            if done or STOP or (step > 0 and step % cfg.save_every == 0):
+                save(run, model, optimizer, metrics)
+        if done or STOP:
+            break
 
-    if not resumed:
-        follow_up()  # step 0: the model as it comes
-    while not (done() or stop.number):
-        step = metrics["step"] + 1
-        set_seed((cfg.seed * 1_000_003 + step) % 2**32)  # torch's generator for vLLM on CPU, numpy's on GPU
-        chosen = problems_of_step(len(prompts), cfg.prompts_per_step, cfg.seed, step)
-        asked, golds = [prompts[i] for i in chosen], [gold_answer(problems[i]["answer"]) for i in chosen]
-        groups, measured = take_step(llm, model, ref_model, optimizer, asked, golds, cfg, memory.note)
-        seconds = metrics["train_seconds"] + measured["generate_seconds"] + measured["update_seconds"]
-        metrics = {"step": step, "train_seconds": seconds} | measured
-        runs.log_rollouts(run, step, groups, [problems[i] for i in chosen])
-        watch(metrics)
-        follow_up()
+        # The next step. vLLM draws from torch's generator on a CPU and from numpy's on a GPU.
+        step += 1
+        set_seed((cfg.seed * 1_000_003 + step) % 2**32)
+        chosen = problems_of_step(problems, cfg, step)
+        groups, measured = take_step(llm, model, optimizer, chosen, cfg)
+        metrics = {"step": step} | measured
+        log_rollouts(run, step, chosen, groups)
+        if metrics["rollout/truncated"] > 0.5:
+            bar.write("Warning: over half of the rollouts are cut off; raise --max_new_tokens")
+        if metrics["train/logp_diff"] > 0.3:
+            bar.write("Warning: train/logp_diff is above 0.3: do vLLM and trainer hold one policy?")
+        bar.set_postfix(reward=metrics["rollout/reward_mean"], cut_off=metrics["rollout/truncated"])
+        bar.update()
 
     bar.close()
-    step, minutes = metrics["step"], metrics["train_seconds"] / 60
-    if not done():
+    if not done:
         print(f"Stopped after step {step}. The same command goes on from there.")
-        return 128 + stop.number
-    if "eval_accuracy" not in metrics:  # the run was told to end where it had stopped
-        metrics |= evaluate(llm, *test_set, cfg)
+        return 128 + STOP[-1]
     model.to(torch.bfloat16).save_pretrained(run / "model")
     tokenizer.save_pretrained(run / "model")
-    print(REACHED.format(**metrics), f"after {step} steps, {minutes:.1f} minutes.")
-    memory.report()
-    runs.say_how_to_ask(run / "model", cfg.example)
+    print(f"Done: the model is in {run / 'model'}.")
     return 0
 
 
+def main() -> int:
+    """Trains as the command line says. What is known to go wrong ends in one line on stderr, with
+    exit code 2 where a setting or an input cannot work, and 1 after a failure."""
+    logging.disable_progress_bar()
+    try:
+        return train(parse_settings())
+    except Refusal as error:
+        code, message = 2, error
+    except (MemoryError, torch.OutOfMemoryError):
+        code, message = 1, "out of memory; lower --micro_batch_tokens or --gpu_memory_utilization"
+    except (FloatingPointError, OSError, SafetensorError) as error:
+        code, message = 1, f"{error}. The last checkpoint is whole, and the same command resumes it"
+    print(f"pods.py: {message}", file=sys.stderr)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(checks.explained(lambda: train(checks.parse(Config, __doc__))))
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the claims come from: comparisons, measurements, their results, and the figures of these."""
