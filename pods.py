@@ -202,6 +202,8 @@ def start_engine(cfg: Config, problems: list[dict]) -> LLM:
     """
     if DEVICE.type == "cuda":
         options = dict(gpu_memory_utilization=cfg.gpu_memory_utilization, enable_sleep_mode=True)
+        if torch.cuda.get_device_capability()[0] == 10:  # B200: vLLM's choice there wants nvcc
+            options["attention_backend"] = "TRITON_ATTN"
     else:
         # Compiling takes longer than the demonstration gains by it; the stance is for the parts
         # of its sampling that vLLM compiles even so. Rollouts of a prompt share whole blocks of
@@ -442,7 +444,8 @@ def take_step(llm: LLM, model, optimizer, problems: list[dict], cfg: Config):
     # trainer's memory, torch's cache is emptied by vLLM, and the gradients by update.
     llm.wake_up(tags=["weights"])
     load_weights_into_vllm(llm, model, cfg.dtype)
-    llm.wake_up(tags=["kv_cache"])
+    if not llm.wake_up(tags=["kv_cache"]):  # half asleep, it would generate nothing for ever
+        raise RuntimeError("vLLM did not wake up")
     metrics = {"time/generate": generated - started, "time/update": time.perf_counter() - generated}
     metrics |= rollout_metrics(groups, rewards, rewards.gather(-1, kept))
     metrics["rollout/zero_std_groups"] = len(groups) - len(varied)
@@ -633,7 +636,10 @@ def main() -> int:
         return train(parse_settings())
     except Refusal as error:
         code, message = 2, error
-    except (MemoryError, torch.OutOfMemoryError):
+    except (MemoryError, RuntimeError) as error:
+        # vLLM's own error when it wakes up and finds too little is a plain RuntimeError.
+        if isinstance(error, RuntimeError) and "out of memory" not in str(error):
+            raise
         code, message = 1, "out of memory; lower --micro_batch_tokens or --gpu_memory_utilization"
     except (FloatingPointError, OSError, SafetensorError) as error:
         code, message = 1, f"{error}. The last checkpoint is whole, and the same command resumes it"

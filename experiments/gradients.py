@@ -2,10 +2,11 @@
 
     python -m experiments.gradients        half an hour on 2 cores
 
-and of a trained model, with --model runs/demo/model --prompts 12 --name gradients-trained. Writes experiments/results/NAME.json. One set of real rollouts from the demonstration's model and
-problems. g_i is the gradient of rollout i's loss at advantage 1, with pi_old the trainer's own
-policy: the ratio is 1 and nothing is clipped. So the gradient of any subset S, as pods.py takes it,
-is the sum of A_i(S) g_i / m, with the advantages within S.
+and for a trained model: --model runs/demo/model --prompts 12 --name gradients-trained. Writes
+experiments/results/NAME.json, from which figures.py draws. One set of real rollouts from the
+demonstration's model and problems. g_i is the gradient of rollout i's loss at advantage 1, with
+pi_old the trainer's own policy: the ratio is 1 and nothing is clipped. So the gradient of any
+subset S, as pods.py takes it, is the sum of A_i(S) g_i / m, with the advantages within S.
 
 134 million numbers for each of 1536 rollouts do not fit, but only inner products are asked for, and
 a sketch keeps those (Charikar, Chen and Farach-Colton's count sketch): each number gets a random
