@@ -72,6 +72,8 @@ def setting(default, help: str):
 
 @dataclass
 class Config:
+    """Every setting once, with its default and its meaning, which --help prints."""
+
     # What to learn
     model: str = setting("Qwen/Qwen2.5-0.5B-Instruct", "a chat model: hub name or folder")
     data: str = setting("gsm8k", "gsm8k (from the hub), or a folder with {train,test}.jsonl")
@@ -96,7 +98,7 @@ class Config:
     clip_eps: float = setting(0.2, "clip ratio: pi / pi_old earns no more beyond 1 +- this")
     updates_per_batch: int = setting(1, "optimizer steps a batch; TRL: num_iterations")
     max_grad_norm: float = setting(1.0, "a longer gradient is scaled down to this norm")
-    micro_batch_tokens: int = setting(2048, "tokens in a forward pass: decides peak memory")
+    micro_batch_tokens: int = setting(2048, "tokens in a forward pass, or one longer rollout")
     gradient_checkpointing: bool = setting(False, "recompute activations: saves memory, not time")
     dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of vLLM and of autocast")
     gpu_memory_utilization: float = setting(0.35, "vLLM's share of the GPU while it generates")
@@ -186,7 +188,7 @@ class Rollout:
     completion_ids: list[int]  # as sampled, never tokenised again; ends in eos unless truncated
     old_logprobs: list[float]  # log pi_old of each completion token; pi_old is vLLM's own policy
     text: str
-    truncated: bool
+    truncated: bool  # cut off at max_new_tokens; it earns what its text earns, like any other
     correct: bool
     well_formed: bool
     reward: float
@@ -213,7 +215,7 @@ def start_engine(cfg: Config, problems: list[dict]) -> LLM:
     # Processed log-probs are those after the temperature, from which is sampled (trl#4159).
     options |= dict(logprobs_mode="processed_logprobs", use_tqdm_on_load=False, dtype=cfg.dtype)
     longest = max(len(problem["prompt_ids"]) for problem in problems) + cfg.max_new_tokens
-    with refused(f"vLLM cannot run {cfg.model} so", ValueError, RuntimeError, AssertionError):
+    with refused(f"vLLM cannot run {cfg.model} here", ValueError, RuntimeError, AssertionError):
         llm = LLM(cfg.model, max_model_len=longest, **options)
         # Some back ends find only now that they cannot: of a head size, for one.
         llm.generate({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1), use_tqdm=False)
@@ -630,7 +632,9 @@ def train(cfg: Config) -> int:
 
 def main() -> int:
     """Trains as the command line says. What is known to go wrong ends in one line on stderr, with
-    exit code 2 where a setting or an input cannot work, and 1 after a failure."""
+    exit code 2 where a setting or an input cannot work, and 1 after a failure. A full disk:
+    "pods.py: [Errno 28] No space left on device. The last checkpoint is whole, and ..."
+    """
     logging.disable_progress_bar()
     try:
         return train(parse_settings())

@@ -20,7 +20,7 @@ if [[ ! "${CUDA_VISIBLE_DEVICES-0}" =~ ^(-1)?$ ]] && command -v nvidia-smi > /de
         --query-gpu=memory.total,compute_cap,driver_version)
     gpu=$("${ask[@]}" | head -n 1) || die "nvidia-smi finds no GPU; $no_gpu"
     IFS=', ' read -r gpu_mib capability driver <<< "$gpu"
-    [[ $gpu_mib =~ ^[0-9]+$ ]] || die "nvidia-smi does not tell this GPU's memory, but: $gpu"
+    [[ $gpu_mib =~ ^[0-9]+$ ]] || die "nvidia-smi does not tell this GPU's memory, but: $gpu; $no_gpu"
     # Of bf16 and of CUDA 13, for which the pinned torch and vLLM are built.
     [[ ${capability%.*} =~ ^[0-9]+$ ]] && [ "${capability%.*}" -ge 8 ] ||
         die "this GPU has compute capability ${capability:-unknown}; bf16 needs 8.0; $no_gpu"
