@@ -312,7 +312,7 @@ def read(name: str) -> dict | None:
     file = RESULTS / f"{name}.json"
     if file.exists():
         return json.loads(file.read_text())
-    print(f"There is no {file.relative_to(HERE.parent)} yet: left out.", file=sys.stderr)
+    print(f"There is no {file} yet: left out.", file=sys.stderr)
     return None
 
 
