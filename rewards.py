@@ -25,7 +25,7 @@ SYSTEM_PROMPT = (
     "a single number, inside <answer> and </answer>, and nothing else."
 )
 
-# The numbers of this example are in none of the easy problems (extras/easy.py). With it, the
+# The numbers of this example are in none of the easy problems (data/easy). With it, the
 # prompts of those problems fill four blocks of vLLM's prefix cache.
 ASK = "Rosa has 3 red bags with 21 pencils in each of them. How many pencils does Rosa have in all?"
 SOLVED = "<think> 3 * 21 = 63 </think> <answer> 63 </answer>"

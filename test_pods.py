@@ -733,9 +733,32 @@ def cpu_config(tiny, **settings) -> Config:
     return replace(Config(str(tiny), dtype="float32", n=8, m=4, max_new_tokens=24), **settings)
 
 
+def process_state() -> dict:
+    """What a training step would see, if vLLM changed it."""
+    return dict(
+        grad=torch.is_grad_enabled(),
+        inference=torch.is_inference_mode_enabled(),
+        dtype=torch.get_default_dtype(),
+        device=torch.get_default_device(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        matmul=(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32),
+        cudnn=[getattr(torch.backends.cudnn, x) for x in ("benchmark", "deterministic", "enabled")],
+        autocast=torch.is_autocast_enabled("cpu"),
+        signals=[signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)],
+    )
+
+
 @pytest.fixture(scope="module")
 def llm(tiny):
-    return pods.start_engine(cpu_config(tiny), PROBLEMS)
+    before = process_state()
+    llm = pods.start_engine(cpu_config(tiny), PROBLEMS)
+    llm.changed = {k: (before[k], v) for k, v in process_state().items() if v != before[k]}
+    return llm
+
+
+def test_vllm_leaves_the_process_as_a_training_step_needs_it(llm):
+    pods.generate(llm, PROBLEMS, 2, 1.0, 4)
+    assert not llm.changed and process_state()["grad"] and not process_state()["inference"]
 
 
 def engine_gap(llm, model, temperature: float, seed: int = 0) -> tuple[float, list[Rollout]]:
@@ -1112,6 +1135,26 @@ def test_an_engine_that_cannot_run_this_model_says_so_in_one_line(refused, tmp_p
     odd = dict(hidden_size=104, num_attention_heads=4, num_key_value_heads=4)  # heads of 26
     code, line = refused(f"--model={tiny_model.make_model(tmp_path / 'odd', LlamaConfig, **odd)}")
     assert code == 2 and "vLLM cannot run" in line and "head" in line.lower() and len(line) < 700
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
+def test_on_a_gpu_vllm_sleeps_and_on_a_b200_it_needs_no_nvcc(capability, tiny, monkeypatch):
+    """What is asked of vLLM there. (That it does so is not tested: no GPU.)"""
+    asked = {}
+
+    class Asked:
+        def __init__(self, model, **options):
+            asked.update(options)
+
+        def generate(self, *args, **options):
+            pass
+
+    monkeypatch.setattr(pods, "LLM", Asked)
+    monkeypatch.setattr(pods, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    pods.start_engine(cpu_config(tiny), PROBLEMS)
+    assert asked["enable_sleep_mode"] and asked["logprobs_mode"] == "processed_logprobs"
+    assert ("attention_backend" in asked) == (capability == (10, 0))
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,9 @@ def made_up(prompts: int, n: int, prompt: int, shortest: int, longest: int) -> l
     """Groups of rollouts of random tokens; a fourth of them has a reward of 1."""
     rng, groups = random.Random(0), []
     for _ in range(prompts):
-        prompt_ids, group = [rng.randrange(1000) for _ in range(prompt)], []
+        prompt_ids, group = [rng.randrange(200) for _ in range(prompt)], []
         for i in range(n):
-            ids = [rng.randrange(1000) for _ in range(rng.randint(shortest, longest))]
+            ids = [rng.randrange(200) for _ in range(rng.randint(shortest, longest))]
             grades = i % 4 == 0, False, float(i % 4 == 0)
             group.append(pods.Rollout(prompt_ids, ids, [-5.0] * len(ids), "", False, *grades))
         groups.append(group)

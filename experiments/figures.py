@@ -166,13 +166,18 @@ def comparison(arms: dict[str, list[dict]], plan: dict, measure: str) -> dict[st
     return found
 
 
-def difference_cells(differences: list[float], arm: str) -> list[str]:
-    """The mean of paired differences with its 95 % interval, and p."""
+def cells_of(found: dict, arm: str, measure: str) -> list[str]:
+    """Of one arm: the mean and range of the seeds; the mean of the paired differences with its
+    95 % interval, and p."""
+    form = ".1f" if measure.endswith("%") else ".2f"
+    values, differences = found["values"], found["differences"]
+    cells = [f"{fmean(values):{form}}", f"{min(values):{form}} to {max(values):{form}}"]
     if arm == "grpo_m" or len(differences) < 2:
-        return ["", ""]
-    low, high = bootstrap_interval(differences)
-    mean = f"{fmean(differences):+.3g} ({low:+.3g} to {high:+.3g})"
-    return [mean, f"{permutation_p(differences):.3f}"]
+        return [*cells, "", ""]
+    mean, low, high = (
+        f"{x:+{form}}" for x in (fmean(differences), *bootstrap_interval(differences))
+    )
+    return [*cells, f"{mean} ({low} to {high})", f"{permutation_p(differences):.3f}"]
 
 
 def name_of(runs: list[dict]) -> str:
@@ -190,8 +195,8 @@ def short_table(arms: dict, plan: dict) -> str:
         cells = [name_of(runs), str(len(runs))]
         for measure in (end, whole):
             found = comparison(arms, plan, measure)[arm]
-            cells.append(f"{fmean(found['values']):.1f}")
-            cells.append(difference_cells(found["differences"], arm)[0])
+            mean, _, difference, _ = cells_of(found, arm, measure)
+            cells += [mean, difference]
         rows.append(cells)
     return markdown(head, rows)
 
@@ -202,10 +207,7 @@ def long_table(arms: dict, plan: dict) -> str:
     for measure in measured(next(iter(arms.values()))[0], plan):
         rows.append([f"**{measure}**", "", "", "", ""])
         for arm, found in comparison(arms, plan, measure).items():
-            values = found["values"]
-            spread = f"{min(values):.3g} to {max(values):.3g}"
-            cells = difference_cells(found["differences"], arm)
-            rows.append([name_of(arms[arm]), f"{fmean(values):.3g}", spread, *cells])
+            rows.append([name_of(arms[arm]), *cells_of(found, arm, measure)])
     return markdown(["arm", "mean", "seeds", "more than GRPO with n = m (95 %)", "p"], rows)
 
 
@@ -240,10 +242,10 @@ def study_figure(arms: dict, plan: dict, keys: dict[str, str]):
             mean = [100 * fmean(value_at(x, *each) for each in curves) for x in times]
             for xs, ys in curves:
                 shares = [100 * y for y in ys]
-                axes.plot(xs, shares, color=colours[name], linewidth=0.7, alpha=0.3)
+                axes.plot(xs, shares, color=colours[name], linewidth=0.7, alpha=1 / len(arms))
             axes.plot(times, mean, color=colours[name], linewidth=2.4)
             ends.append((times[-1], mean[-1], name, colours[name]))
-        axes.set(xlabel="minutes of training (steps x median step time)", title=title)
+        axes.set(xlabel="minutes of training", title=title)
         axes.set(xlim=(0, plan["minutes"]), ylim=(0, 100))
     panels[0].set_ylabel("% of held-out problems")
     label_ends(panels[-1], ends)
@@ -268,7 +270,7 @@ def gradients_figure(found: dict):
             axes.plot(ms, mean, "o-", color=colour, markersize=4, label=rule.replace("_", "-"))
             axes.fill_between(ms, low, high, color=colour, alpha=0.13, linewidth=0)
         axes.set(title=title, xlabel=f"m of n = {found['n']}", xscale="log")
-        axes.set_xticks(ms, map(str, ms))
+        axes.set_xticks(ms, ["" if m == 48 else str(m) for m in ms])
         axes.minorticks_off()
         axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     options = dict(loc="outside lower center", ncols=3, frameon=False)

@@ -297,9 +297,11 @@ def test_the_tables_and_figures_of_a_study_by_hand(tmp_path, monkeypatch, capsys
     # GRPO's mean over 2 minutes: (0.05 + 0.15 + 0.4) / 2 and (0.05 + 0.2 + 0.6) / 2.
     # Max-variance: (0.3 + 0.6) / 2 and (0.3 + 0.7) / 2.
     assert "| GRPO 2 | 2 | 50.0 |  | 36.2 |  |" in out
-    row = "| max-variance 8 to 2 | 2 | 70.0 | +20 (+20 to +20) | 47.5 | +11.2 (+7.5 to +15) |"
+    row = (
+        "| max-variance 8 to 2 | 2 | 70.0 | +20.0 (+20.0 to +20.0) | 47.5 | +11.2 (+7.5 to +15.0) |"
+    )
     assert row in out
-    assert "| max-variance 8 to 2 | 0.4 | 0.4 to 0.4 | +0 (+0 to +0) | 1.000 |" in out
+    assert "| max-variance 8 to 2 | 0.40 | 0.40 to 0.40 | +0.00 (+0.00 to +0.00) | 1.000 |" in out
     # Half are right after 1 minute in GRPO's second seed; its first had not got there by then.
     assert "| GRPO 2 | 15.0 | 4 | 1.5 | 1 of 2 | 1.5 | 1.0 |" in out
     for name in ("accuracy", "arms", "paper"):
