@@ -79,6 +79,7 @@ python=$venv/bin/python
 # 3. Fewer lines that are not ours, text as UTF-8 everywhere, and what makes a CPU faster.
 export PYTHONUTF8=1 PYTHONWARNINGS=ignore::FutureWarning
 export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL-ERROR}
+export VLLM_NO_USAGE_STATS=${VLLM_NO_USAGE_STATS-1} # vLLM would report this machine
 if [ "$gpu_gib" -eq 0 ]; then
     # Memory that is freed stays, for the next step: else the kernel maps it anew, zero by zero.
     export MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=100000000000

@@ -1,6 +1,7 @@
 """run_gsm8k.sh: what it prints, and what it refuses before it downloads anything."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_a_gpu_that_cannot_do_it_is_refused_in_one_line(answer, named, tmp_path)
     path = f"{tmp_path}:{os.environ['PATH']}"
     code, lines = run(HERE, CUDA_VISIBLE_DEVICES="0", PATH=path)
     assert code == 1 and len(lines) == 1 and named in lines[0] and "demonstration" in lines[0]
+
+
+def test_a_missing_compiler_is_found_before_the_download(tmp_path):
+    for file in ("run_gsm8k.sh", "requirements.txt"):
+        shutil.copy(HERE / file, tmp_path)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho '16380, 8.6, 580.65.06'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    code, lines = run(tmp_path, CUDA_VISIBLE_DEVICES="0", PATH=path, CC="false")
+    assert code == 1 and len(lines) == 1 and "apt install gcc python3-dev" in lines[0]
+    assert not (tmp_path / ".venv").exists()
 
 
 def test_another_system_is_told_what_works(tmp_path):

@@ -78,7 +78,9 @@ def check(cfg: pods.Config) -> int:
     started = time.perf_counter()
     llm = pods.start_engine(cfg, two)
     model, optimizer = pods.build_model_and_optimizer(cfg)
-    print(f"        started in {time.perf_counter() - started:.0f} s on {pods.DEVICE}")
+    runner = "V2" if llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
+    seconds = time.perf_counter() - started
+    print(f"        started in {seconds:.0f} s on {pods.DEVICE}, vLLM's model runner {runner}")
     (before,) = llm.apply_model(addresses)
 
     groups = compare("at the start", llm, model, two, cfg)
@@ -96,7 +98,7 @@ def check(cfg: pods.Config) -> int:
         set_seed(1)
         _, metrics = pods.take_step(llm, model, optimizer, two, cfg)
         seconds = metrics["time/update"]
-        compare(f"after {turn} step with sleep and wake ({seconds:.0f} s)", llm, model, two, cfg)
+        compare(f"after {turn} step with sleep and wake ({seconds:.1f} s)", llm, model, two, cfg)
     (after,) = llm.apply_model(addresses)
     report(
         "weights of vLLM that lie elsewhere now", sum(a != b for a, b in zip(before, after)), 0, 0

@@ -16,7 +16,7 @@ GIB = 2**30
 # Of CUDA itself, its libraries and vLLM's CUDA graphs, of which neither settings nor config tell.
 WORKSPACE = 1.5 * GIB
 QWEN = {  # of Qwen2.5: hidden size, intermediate size, layers, query heads, key and value heads,
-    "0.5B": (896, 4864, 24, 14, 2, 20),  # and the smallest GPU that run_gsm8k.sh gives it, in GiB
+    "0.5B": (896, 4864, 24, 14, 2, 15),  # and the smallest GPU that run_gsm8k.sh gives it, in GiB
     "1.5B": (1536, 8960, 28, 12, 2, 40),
     "3B": (2048, 11008, 36, 16, 2, 75),
 }
