@@ -1,11 +1,11 @@
-"""GRPO with down-sampled rollouts (PODS, arXiv 2504.13818): generate n a prompt, update on m.
+"""GRPO with down-sampled rollouts (PODS, arXiv 2504.13818): sample n per prompt, update on m.
 
     bash run_gsm8k.sh          sets everything up and runs this file
     python pods.py --help      explains every setting
 
 Read it from top to bottom. The order is that of the data in one training step:
 
-    problems -> n rollouts a prompt (vLLM, in this process) -> rewards -> m of n (sampling.py)
+    problems -> n rollouts per prompt (vLLM, in this process) -> rewards -> m of n (sampling.py)
              -> advantages -> clipped loss -> AdamW on all weights -> weights into vLLM
 
 What textbook GRPO has and this file leaves out: the KL penalty with its reference model (the
@@ -14,8 +14,8 @@ paper trains without it, too), LoRA, and more than one GPU.
 
 import os
 
-# Set before vllm is imported. Its engine would otherwise run in a child process, where the live
-# weights are out of reach (vllm#16434) and which may outlive a kill of this one (vllm#55510).
+# Set before vllm is imported. Otherwise the engine runs in a child process: we could not reach its
+# weights (vllm#16434), and it could outlive us (vllm#55510).
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -23,6 +23,7 @@ import fcntl
 import json
 import math
 import random
+import re
 import signal
 import sys
 import time
@@ -51,12 +52,12 @@ REPORT = "step {step}: test accuracy {eval/accuracy:.1%}, format {eval/format:.1
 
 
 class Refusal(Exception):
-    """A setting or an input that cannot work. The text names the value and what would be right."""
+    """A setting or an input that cannot work. The message names it, and what is allowed."""
 
 
 @contextmanager
-def refused(what: str, *errors: type[Exception]):
-    """Turns these errors of a library into a Refusal: `what`, and the library's own words."""
+def as_refusal(what: str, *errors: type[Exception]):
+    """Re-raises these errors of a library as a Refusal: `what`, then the library's message."""
     try:
         yield
     except errors as error:
@@ -81,13 +82,13 @@ class Config:
     seed: int = setting(0, "decides the order of the problems and the sampling")
 
     # Down-sampling
-    n: int = setting(64, "rollouts generated a prompt (TRL: num_generations; verl: rollout.n)")
-    m: int = setting(16, "rollouts updated on, of the n; m = n is plain GRPO")
+    n: int = setting(64, "rollouts per prompt (TRL: num_generations; verl: rollout.n)")
+    m: int = setting(16, "rollouts kept of the n, to update on; m = n is plain GRPO")
     rule: Literal[tuple(RULES)] = setting("max_variance", "which m of the n")
-    normalize_over: Literal["kept", "all"] = setting("kept", "whose mean and std advantages use")
+    normalize_over: Literal["kept", "all"] = setting("kept", "advantages: mean and std over these")
 
     # Rollouts
-    prompts_per_step: int = setting(4, "prompts in each step; verl: train_batch_size")
+    prompts_per_step: int = setting(4, "prompts per step; verl: train_batch_size")
     temperature: float = setting(1.0, "of the sampling, and of the policy that is trained")
     max_new_tokens: int = setting(512, "longer completions are cut off")
     example: bool = setting(False, "show a solved problem first: very small models need one")
@@ -95,18 +96,20 @@ class Config:
     # Update
     lr: float = setting(1e-6, "learning rate of AdamW, constant")
     weight_decay: float = setting(0.0, "of AdamW")
-    clip_eps: float = setting(0.2, "clip ratio: pi / pi_old earns no more beyond 1 +- this")
-    updates_per_batch: int = setting(1, "optimizer steps a batch; TRL: num_iterations")
+    clip_eps: float = setting(0.2, "clip ratio: pi / pi_old is clipped to 1 +- this")
+    updates_per_batch: int = setting(1, "optimizer steps per batch; TRL: num_iterations")
     max_grad_norm: float = setting(1.0, "a longer gradient is scaled down to this norm")
-    micro_batch_tokens: int = setting(2048, "tokens in a forward pass, or one longer rollout")
+    micro_batch_tokens: int = setting(2048, "tokens per forward pass; a longer rollout goes alone")
     gradient_checkpointing: bool = setting(False, "recompute activations: saves memory, not time")
-    dtype: Literal["bfloat16", "float32"] = setting("bfloat16", "of vLLM and of autocast")
+    dtype: Literal["bfloat16", "float32"] = setting(
+        "bfloat16", "of vLLM and autocast; weights are float32"
+    )
     gpu_memory_utilization: float = setting(0.35, "vLLM's share of the GPU while it generates")
 
     # Length of the run
     max_steps: int = setting(500, "steps in all")
     eval_every: int = setting(50, "steps between evaluations; there is one before and one after")
-    save_every: int = setting(10, "steps between checkpoints, where the same command goes on")
+    save_every: int = setting(10, "steps between checkpoints; the same command resumes")
 
 
 class Parser(HfArgumentParser):
@@ -122,8 +125,8 @@ def parse_settings(arguments: list[str] | None = None) -> Config:
         least = {"seed": 0, "max_steps": 0, "temperature": 0.01}.get(name, type(value) is int)
         if type(value) in (int, float) and not least <= value < math.inf:
             raise Refusal(f"--{name} is {value}, but must be a number from {least:.2g}")
-    if cfg.m > cfg.n:
-        raise Refusal(f"--m is {cfg.m}, but must be at most --n, which is {cfg.n}")
+    if not 2 <= cfg.m <= cfg.n:  # one alone has no spread, and so no advantage
+        raise Refusal(f"--m is {cfg.m}, but must be from 2 to --n, which is {cfg.n}")
     return cfg
 
 
@@ -137,7 +140,7 @@ def read_problems(data: str, split: str) -> list[dict]:
     """
     path, problems = Path(data) / f"{split}.jsonl", []
     if data == "gsm8k":
-        with refused("--data: cannot load GSM8K from the hub", OSError, ValueError):
+        with as_refusal("--data: cannot load GSM8K from the hub", OSError, ValueError):
             rows = list(load_dataset("openai/gsm8k", "main", split=split))
     else:
         rows = path.read_bytes().splitlines() if path.is_file() else []
@@ -145,7 +148,7 @@ def read_problems(data: str, split: str) -> list[dict]:
         raise Refusal(f"--data: {path} is missing or empty; give gsm8k, or a folder that has it")
     for number, row in enumerate(rows, start=1):
         what = f'{path}, line {number} is not like {{"question": "...", "answer": "... #### 7"}}'
-        with refused(what, ValueError, KeyError, TypeError, AttributeError):
+        with as_refusal(what, ValueError, KeyError, TypeError, AttributeError):
             row = json.loads(row) if isinstance(row, bytes) else row  # bytes may have a BOM
             gold = gold_answer(row["answer"])
             problems.append({"question": row["question"].strip(), "gold": gold})
@@ -173,9 +176,9 @@ def load_problems(cfg: Config, tokenizer, split: str) -> list[dict]:
 
 
 def problems_of_step(problems: list[dict], cfg: Config, step: int) -> list[dict]:
-    """Those of step 1, 2, ...: passes over all problems, each shuffled anew by the seed."""
-    count, k = len(problems), cfg.prompts_per_step
-    passes = [divmod(i, count) for i in range((step - 1) * k, step * k)]
+    """The problems of step 1, 2, ...: passes over all of them, each shuffled from the seed."""
+    count, size = len(problems), cfg.prompts_per_step
+    passes = [divmod(i, count) for i in range((step - 1) * size, step * size)]
     return [random.Random(f"{cfg.seed}/{p}").sample(problems, count)[i] for p, i in passes]
 
 
@@ -188,7 +191,7 @@ class Rollout:
     completion_ids: list[int]  # as sampled, never tokenised again; ends in eos unless truncated
     old_logprobs: list[float]  # log pi_old of each completion token; pi_old is vLLM's own policy
     text: str
-    truncated: bool  # cut off at max_new_tokens; it earns what its text earns, like any other
+    truncated: bool  # cut off at max_new_tokens; graded like any other
     correct: bool
     well_formed: bool
     reward: float
@@ -207,17 +210,17 @@ def start_engine(cfg: Config, problems: list[dict]) -> LLM:
         if torch.cuda.get_device_capability()[0] == 10:  # B200: vLLM's choice there wants nvcc
             options["attention_backend"] = "TRITON_ATTN"
     else:
-        # Compiling takes longer than the demonstration gains by it; the stance is for the parts
-        # of its sampling that vLLM compiles even so. Rollouts of a prompt share whole blocks of
-        # its keys and values: of a short prompt, blocks of 128 tokens would share nothing.
+        # Compiling costs more than the demonstration saves by it; vLLM compiles parts of its
+        # sampling all the same, which the stance prevents. Small blocks, because rollouts share
+        # whole blocks of their prompt only: of a short prompt, blocks of 128 tokens share nothing.
         options = dict(enforce_eager=True, kv_cache_memory_bytes=2**30, block_size=32)
         torch.compiler.set_stance("force_eager")
-    # Processed log-probs are those after the temperature, from which is sampled (trl#4159).
+    # Processed log-probs include the temperature: those of the policy that samples (trl#4159).
     options |= dict(logprobs_mode="processed_logprobs", use_tqdm_on_load=False, dtype=cfg.dtype)
     longest = max(len(problem["prompt_ids"]) for problem in problems) + cfg.max_new_tokens
-    with refused(f"vLLM cannot run {cfg.model} here", ValueError, RuntimeError, AssertionError):
+    with as_refusal(f"vLLM cannot run {cfg.model} here", ValueError, RuntimeError, AssertionError):
         llm = LLM(cfg.model, max_model_len=longest, **options)
-        # Some back ends find only now that they cannot: of a head size, for one.
+        # Some back ends fail only at the first call, for a head size that they lack for one.
         llm.generate({"prompt_token_ids": [0]}, SamplingParams(max_tokens=1), use_tqdm=False)
     return llm
 
@@ -229,11 +232,11 @@ def generate(llm: LLM, problems: list[dict], n: int, temperature: float, max_tok
     come from a global generator, which the caller seeds: a seed for each request is slow, and
     fails on a CPU.
     """
-    # Keys and values in the prefix cache are those of older weights (vllm#9744): start empty.
+    # The prefix cache holds keys and values of the old weights (vllm#9744): empty it.
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM kept its prefix cache, and with it keys of older weights")
-    # What is not set is off, whatever the model's generation_config says: with a top-k, rollouts
-    # would be of another policy than the one that is trained. logprobs=0: of sampled tokens alone.
+    # What is not given is off, whatever the model's generation_config says: with a top-k, rollouts
+    # would come from another policy than the one that is trained. logprobs=0: of sampled tokens.
     params = SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens, logprobs=0)
     prompts = [{"prompt_token_ids": problem["prompt_ids"]} for problem in problems]
 
@@ -301,16 +304,16 @@ def micro_batches(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout
 
 
 def pack(batch: list[Rollout]) -> tuple[torch.Tensor, ...]:
-    """One sequence out of rollouts of one prompt: the prompt once, then each completion.
+    """Packs the rollouts of one prompt into one sequence: the prompt, then each completion.
 
         token       p p p p a a a b b        a and b are completions of the prompt p
         position    0 1 2 3 4 5 6 4 5        both go on where the prompt ends
         predictor           3 4 5 3 7        index of the token whose output predicts this one
 
-    The attention mask lets a token see what comes before it, but never another completion: what it
-    would see in a sequence of its own. Only the cost changes: the prompt is computed once, not
-    once a completion, and nothing is padded. Which tokens are completion follows from lengths and
-    never from ids: where pad = eos, a mask by id drops the eos that teaches to stop (trl#6357).
+    The attention mask lets a token see the prompt and its own completion up to itself, just as in a
+    sequence of its own. Only the cost changes: the prompt is computed once, not once for each
+    completion, and nothing is padded. What is completion is known from lengths, never from ids:
+    where pad = eos, a mask by id drops the eos that teaches the model to stop (trl#6357).
 
     Returns ids (L,), positions (L,), predictor (T,), int64, and attention_mask (L, L), bool:
     [token, what it sees].
@@ -336,8 +339,8 @@ def completion_logprobs(model, ids, positions, predictor, attention_mask, temper
         logits = model.get_output_embeddings()(hidden).float() / temperature
         return logits.gather(-1, targets[:, None]).squeeze(-1) - logits.logsumexp(-1)
 
-    # With a vocabulary of 150,000, logits are the largest tensors of all. Only a chunk of them is
-    # there at a time, and the backward pass computes it again.
+    # With a vocabulary of 150,000, logits are the largest tensors of all. Only one chunk of them
+    # exists at a time: the backward pass computes it again.
     chunks = zip(hidden.split(LOGITS_AT_ONCE), ids[-len(predictor) :].split(LOGITS_AT_ONCE))
     return torch.cat([checkpoint(logprobs, *chunk, use_reentrant=False) for chunk in chunks])
 
@@ -374,10 +377,10 @@ def grpo_loss(logprobs, old_logprobs, advantages, lengths, clip_eps: float):
 def update(model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -> dict[str, float]:
     """One optimizer step on the mean loss of `count` = prompts * m completions. Returns metrics.
 
-    So a token's term is divided by (tokens of its completion) * prompts * m, also where rollouts
-    without a gradient are left out: divided by what is left, the others would grow (trl#7068). Of
-    2 prompts with m = 2, one with equal rewards, 2 losses are divided by 4. And so the gradients
-    of the micro-batches add up to that of the whole batch.
+    So each token's term is divided by (tokens of its completion) * prompts * m, also where rollouts
+    without a gradient are left out: dividing by the rest would inflate it (trl#7068). Of 2 prompts
+    with m = 2, one of them with equal rewards, 2 losses are divided by 4. And so the gradients of
+    the micro-batches add up to that of the whole batch. Without rollouts, nothing changes.
     """
     total, tokens, sums = 0.0, 0, torch.zeros(3, dtype=torch.float64)
     for batch in micro_batches(rollouts, cfg.micro_batch_tokens):
@@ -396,7 +399,8 @@ def update(model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
     if not math.isfinite(total + grad_norm):
         # One NaN in the weights turns every later completion into "!!!!" (verl#721).
-        raise FloatingPointError(f"loss {total}, gradient norm {grad_norm}: lower --lr?")
+        found = f"loss {total}, gradient norm {grad_norm}"
+        raise FloatingPointError(f"{found}: no weight changed; start a new run with a lower --lr")
     optimizer.step()
     optimizer.zero_grad()
     names = ("train/ratio", "train/clip_fraction", "train/logp_diff")
@@ -410,10 +414,10 @@ def update(model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -
 def load_weights_into_vllm(llm: LLM, model: torch.nn.Module, dtype: str) -> None:
     """Gives the engine the trained weights. A mistake here would raise no error:
 
-    - state_dict(), not named_parameters(): those have no tied lm_head, and the engine would keep
-      its old one. (Where the engine has none of its own, as for Gemma 2, it must not get one.)
+    - state_dict(), since named_parameters() omits a tied lm_head, and the engine would keep its old
+      one. (An engine that has none of its own, as for Gemma 2, must get none.)
     - An iterator: without one, reload_weights loads the starting model from disk (trl#5312).
-    - Cast here: else vLLM warns about each tensor.
+    - Cast here: otherwise vLLM warns about each tensor.
     """
     (has_head,) = llm.apply_model(lambda engine_model: hasattr(engine_model, "lm_head"))
     state, to = model.state_dict(), getattr(torch, dtype)
@@ -426,14 +430,13 @@ def load_weights_into_vllm(llm: LLM, model: torch.nn.Module, dtype: str) -> None
 
 def take_step(llm: LLM, model, optimizer, problems: list[dict], cfg: Config):
     """One training step on the problems. Returns all their rollouts, and the step's metrics."""
-    # n rollouts of each prompt, and of these m.
     started = time.perf_counter()
     groups = generate(llm, problems, cfg.n, cfg.temperature, cfg.max_new_tokens)
     generated = time.perf_counter()
     rewards, kept = down_sample(groups, cfg)
 
     # The update. A group whose kept rewards are all equal has advantages of 0 and no gradient: it
-    # costs no work, but counts in the denominator.
+    # costs no work, but counts in the denominator. (Normalised over all n, it may have one.)
     varied = [group for group in groups if any(rollout.advantage for rollout in group)]
     train_rollouts = [rollout for group in varied for rollout in group if rollout.kept]
     count, updates = len(problems) * cfg.m, []
@@ -441,24 +444,24 @@ def take_step(llm: LLM, model, optimizer, problems: list[dict], cfg: Config):
     for _ in range(cfg.updates_per_batch):
         updates.append(update(model, optimizer, train_rollouts, count, cfg))
 
-    # The new weights into vLLM. In another order the memory of both would not fit (vllm#15254), and
-    # an engine that sleeps at level 2 and gets no weights talks gibberish (vllm#29341). Of the
-    # trainer's memory, torch's cache is emptied by vLLM, and the gradients by update.
+    # The new weights into vLLM. Weights first, then the cache: the other way they would not fit
+    # (vllm#15254). An engine that wakes from level 2 without new weights talks gibberish
+    # (vllm#29341). Gradients are gone by now, and vLLM empties torch's own cache.
     llm.wake_up(tags=["weights"])
     load_weights_into_vllm(llm, model, cfg.dtype)
-    if not llm.wake_up(tags=["kv_cache"]):  # half asleep, it would generate nothing for ever
+    if not llm.wake_up(tags=["kv_cache"]):  # otherwise generate would hang
         raise RuntimeError("vLLM did not wake up")
     metrics = {"time/generate": generated - started, "time/update": time.perf_counter() - generated}
     metrics |= rollout_metrics(groups, rewards, rewards.gather(-1, kept))
     metrics["rollout/zero_std_groups"] = len(groups) - len(varied)
     metrics |= {key: fmean(each[key] for each in updates) for key in updates[0]}
-    # Of the first update alone: there, engine and trainer still hold the same weights.
+    # Of the first update only: engine and trainer still hold the same weights there.
     metrics["train/logp_diff"] = updates[0]["train/logp_diff"]
     return groups, metrics
 
 
 def rollout_metrics(groups: list[list[Rollout]], rewards, kept_rewards) -> dict[str, float]:
-    """Of the rollouts, and of their rewards (prompts, n) and (prompts, m): a std is in a group."""
+    """From the rewards (prompts, n) and (prompts, m); each std is that of a group, averaged."""
     rollouts = [rollout for group in groups for rollout in group]
     return {
         "rollout/tokens": sum(len(r.completion_ids) for r in rollouts),
@@ -486,7 +489,8 @@ def evaluate(llm: LLM, problems: list[dict], cfg: Config) -> dict[str, float]:
 
 # ----- The folder of a run
 
-MAY_CHANGE = ("output_dir", "max_steps", "save_every")  # when a run goes on
+LOGS = ("metrics.jsonl", "rollouts.jsonl")
+MAY_CHANGE = ("output_dir", "max_steps", "save_every")  # settings that may differ on resume
 
 
 def open_run(cfg: Config):
@@ -497,13 +501,18 @@ def open_run(cfg: Config):
     run = Path(cfg.output_dir)
     run.mkdir(parents=True, exist_ok=True)
     lock = open(run / "lock", "w")
-    with refused(f"{run} is in use by a live process; take another --output_dir", BlockingIOError):
+    with as_refusal(
+        f"{run} is in use by a live process; take another --output_dir", BlockingIOError
+    ):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however it ends
     settings, file = asdict(cfg), run / "config.json"
-    old = json.loads(file.read_text()) if (run / "metrics.jsonl").exists() else settings
-    if differ := {k: v for k, v in old.items() if v != settings.get(k) and k not in MAY_CHANGE}:
-        raise Refusal(f"{run} was made with {differ}; take another --output_dir, or delete it")
-    file.write_text(json.dumps(settings, indent=1))
+    if (run / "checkpoint.pt").exists() or (run / LOGS[0]).exists():
+        old = json.loads(file.read_text())
+        asked = {key: (old.get(key), now) for key, now in settings.items() if key not in MAY_CHANGE}
+        if differ := [f"{key}: {a} there, {b} now" for key, (a, b) in asked.items() if a != b]:
+            raise Refusal(f"{run} has other settings ({', '.join(differ)}); take another folder")
+    else:
+        file.write_text(json.dumps(settings, indent=1))
     return run, lock
 
 
@@ -513,12 +522,12 @@ def log(file: Path, rows: list[dict]) -> None:
 
 
 def log_rollouts(run: Path, step: int, problems: list[dict], groups: list[list[Rollout]]) -> None:
-    """All rollouts, a line each, in the order that the rules saw."""
+    """All rollouts, one line each, in the order in which the rule saw them."""
     shown = ("reward", "correct", "kept", "advantage", "truncated", "text")
     for number, (problem, group) in enumerate(zip(problems, groups), start=1):
         same = dict(step=step, prompt=number, question=problem["question"], gold=problem["gold"])
         rows = [same | {key: getattr(rollout, key) for key in shown} for rollout in group]
-        log(run / "rollouts.jsonl", rows)
+        log(run / LOGS[1], rows)
 
 
 def save(run: Path, model, optimizer, metrics: dict) -> None:
@@ -527,10 +536,16 @@ def save(run: Path, model, optimizer, metrics: dict) -> None:
     Written beside the old one, then renamed: a kill or a full disk leaves one of them, whole.
     """
     state = dict(model=model.state_dict(), optimizer=optimizer.state_dict(), metrics=metrics)
-    state["logs"] = {log.name: log.stat().st_size for log in run.glob("*.jsonl")}
-    with open(run / "checkpoint.pt.new", "wb") as file:
-        torch.save(state, file)
-    os.replace(run / "checkpoint.pt.new", run / "checkpoint.pt")
+    state["logs"] = {name: (run / name).stat().st_size for name in LOGS if (run / name).exists()}
+    new = run / "checkpoint.pt.new"
+    try:
+        with open(new, "wb") as file:
+            torch.save(state, file)
+        os.replace(new, run / "checkpoint.pt")
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise error.__context__ or error
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def restore(run: Path, model, optimizer) -> dict | None:
@@ -542,31 +557,34 @@ def restore(run: Path, model, optimizer) -> dict | None:
     """
     state = dict(metrics=None, logs={})
     if (run / "checkpoint.pt").exists():
-        # mmap: the file is not read into memory at once, and let go before the next save.
-        state = torch.load(run / "checkpoint.pt", "cpu", weights_only=True, mmap=True)
+        # Mapped, so that 12 bytes per parameter need not fit into memory. Not on a CPU, where AdamW
+        # would keep the file mapped when the next one has replaced it.
+        mapped = DEVICE.type == "cuda"
+        state = torch.load(run / "checkpoint.pt", "cpu", weights_only=True, mmap=mapped)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    for log in run.glob("*.jsonl"):
-        os.truncate(log, state["logs"].get(log.name, 0))
+    for file in filter(Path.exists, (run / name for name in LOGS)):
+        os.truncate(file, min(file.stat().st_size, state["logs"].get(file.name, 0)))
     return state["metrics"]
 
 
 # ----- The run
 
-STOP: list[int] = []  # the signals that asked for it
+STOP: list[int] = []  # stop signals received
 
 
 def stop_after_step(number: int, frame) -> None:
     """Ctrl-C or SIGTERM: the step ends and is saved. Ctrl-C again ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     STOP.append(number)
-    print("Stopping after this step; Ctrl-C again stops at once.", file=sys.stderr)
+    # Not print: the signal may have come while a print holds stderr.
+    os.write(2, b"Stopping after this step; Ctrl-C again stops at once.\n")
 
 
 def build_model_and_optimizer(cfg: Config):
     """The policy that is trained, in float32, and its AdamW."""
     # float32: at a learning rate of 1e-6, 98 of 100 bf16 weights would round back to what they
-    # were. sdpa: another attention might add the mask's True and False to its scores.
+    # were. sdpa: other attention kernels might add the boolean mask to the scores.
     options = dict(dtype=torch.float32, attn_implementation="sdpa")
     model = AutoModelForCausalLM.from_pretrained(cfg.model, **options).to(DEVICE).train()
     if cfg.gradient_checkpointing:
@@ -580,7 +598,7 @@ def train(cfg: Config) -> int:
     signal.signal(signal.SIGINT, stop_after_step)
     signal.signal(signal.SIGTERM, stop_after_step)
     run, _lock = open_run(cfg)
-    with refused(f"--model: cannot use {cfg.model}", OSError, ValueError):
+    with as_refusal(f"--model: cannot use {cfg.model}", OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(cfg.model)
         problems = load_problems(cfg, tokenizer, "train")
         test_problems = load_problems(cfg, tokenizer, "test")
@@ -593,14 +611,14 @@ def train(cfg: Config) -> int:
     bar = tqdm(total=cfg.max_steps, initial=metrics["step"], desc=run.name, unit="step")
 
     while True:
-        # What follows a step, also step 0, the model as it comes: evaluation, log, checkpoint.
+        # After each step, and before the first (step 0): evaluate, log, save.
         step = metrics["step"]
         done = step >= cfg.max_steps
-        if metrics is not saved:
-            if done or step % cfg.eval_every == 0:
-                metrics |= evaluate(llm, test_problems, cfg)
-                bar.write(REPORT.format(**metrics))
-            log(run / "metrics.jsonl", [metrics])
+        if "eval/accuracy" not in metrics and (done or step % cfg.eval_every == 0):
+            metrics |= evaluate(llm, test_problems, cfg)
+            bar.write(REPORT.format(**metrics))
+        if metrics is not saved:  # which is in the log, and on disk
+            log(run / LOGS[0], [metrics])
             if done or STOP or (step > 0 and step % cfg.save_every == 0):
                 save(run, model, optimizer, metrics)
         if done or STOP:
@@ -616,7 +634,7 @@ def train(cfg: Config) -> int:
         if metrics["rollout/truncated"] > 0.5:
             bar.write("Warning: over half of the rollouts are cut off; raise --max_new_tokens")
         if metrics["train/logp_diff"] > 0.3:
-            bar.write("Warning: train/logp_diff is above 0.3: do vLLM and trainer hold one policy?")
+            bar.write("Warning: train/logp_diff is above 0.3: vLLM may not have the new weights")
         bar.set_postfix(reward=metrics["rollout/reward_mean"], cut_off=metrics["rollout/truncated"])
         bar.update()
 
@@ -631,9 +649,9 @@ def train(cfg: Config) -> int:
 
 
 def main() -> int:
-    """Trains as the command line says. What is known to go wrong ends in one line on stderr, with
-    exit code 2 where a setting or an input cannot work, and 1 after a failure. A full disk:
-    "pods.py: [Errno 28] No space left on device. The last checkpoint is whole, and ..."
+    """Trains as the command line says. Known failures print one line on stderr: exit code 2 for a
+    setting or an input that cannot work, 1 for anything else. Of a full disk, for one, it says
+    "pods.py: [Errno 28] No space left on device. Checkpoints are whole: ..."
     """
     logging.disable_progress_bar()
     try:
@@ -641,12 +659,15 @@ def main() -> int:
     except Refusal as error:
         code, message = 2, error
     except (MemoryError, RuntimeError) as error:
-        # vLLM's own error when it wakes up and finds too little is a plain RuntimeError.
-        if isinstance(error, RuntimeError) and "out of memory" not in str(error):
+        # torch's on a CPU and vLLM's when it wakes up are plain RuntimeErrors.
+        text = str(error)
+        if isinstance(error, RuntimeError) and not re.search("(out of|allocate) memory", text):
             raise
         code, message = 1, "out of memory; lower --micro_batch_tokens or --gpu_memory_utilization"
-    except (FloatingPointError, OSError, SafetensorError) as error:
-        code, message = 1, f"{error}. The last checkpoint is whole, and the same command resumes it"
+    except FloatingPointError as error:
+        code, message = 1, error
+    except (OSError, SafetensorError) as error:
+        code, message = 1, f"{error}. Checkpoints are whole: mend this, and run the same command"
     print(f"pods.py: {message}", file=sys.stderr)
     return code
 

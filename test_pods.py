@@ -1044,6 +1044,17 @@ def test_twenty_kills_change_nothing(command, tmp_path):
     assert [row["step"] for row in killed] == list(range(41)) and killed == undisturbed
 
 
+def test_a_run_told_to_end_where_it_stopped_is_evaluated_and_saved(command, undisturbed, tmp_path):
+    run = tmp_path / "three files" / "run"
+    shutil.copytree(undisturbed, run)
+    state = torch.load(run / "checkpoint.pt", weights_only=True)
+    kept = {k: v for k, v in state["metrics"].items() if not k.startswith("eval/")}
+    torch.save(state | {"metrics": kept}, run / "checkpoint.pt")
+    shutil.rmtree(run / "model")
+    out, _ = finish(start_pods(tmp_path, *command, "--rule=random", "--max_steps=3"))
+    assert "step 4: test accuracy" in out and (run / "model" / "config.json").exists()
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_whole(command, undisturbed, tmp_path):
     run = tmp_path / "three files" / "run"
     shutil.copytree(undisturbed, run)
@@ -1052,7 +1063,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(command, undisturbed, tmp_
     process = start_pods(tmp_path, *command, "--rule=random", "--max_steps=6")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (len(before) // 2,) * 2)
     line = finish(process, 1)[1].strip().splitlines()[-1]
-    assert line.startswith("pods.py: [Errno") and "last checkpoint is whole" in line
+    assert line.startswith("pods.py: [Errno") and "Checkpoints are whole" in line
     assert (run / "checkpoint.pt").read_bytes() == before
 
 
@@ -1107,7 +1118,8 @@ def refused(tiny, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        ("--m=65", "--m is 65, but must be at most --n, which is 64"),
+        ("--m=65", "--m is 65, but must be from 2 to --n, which is 64"),
+        ("--m=1", "--m is 1, but must be from 2"),
         ("--m=0", "--m is 0, but must be a number from 1"),
         ("--n=0", "--n is 0"),
         ("--rule=best", "'best' (choose from"),
@@ -1189,7 +1201,44 @@ def test_a_run_in_use_or_of_other_settings_is_refused(refused, tmp_path):
     _lock.close()
     (run / "metrics.jsonl").write_text("")
     code, line = refused()
-    assert code == 2 and "'m': 2" in line and "max_steps" not in line
+    assert code == 2 and "m: 2 there, 16 now" in line and "max_steps" not in line
+    other = shutil.copytree(run, tmp_path / "other")
+    (other / "metrics.jsonl").rename(other / "checkpoint.pt")  # its log is lost, its settings count
+    assert "m: 2 there, 16 now" in refused(f"--output_dir={other}")[1]
+
+
+def test_only_the_logs_of_a_run_are_cut_and_never_made_longer(tmp_path, model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name in ("train.jsonl", "metrics.jsonl", "rollouts.jsonl"):
+        (tmp_path / name).write_text("0123456789\n")
+    pods.save(tmp_path, model, optimizer, {"step": 3})
+    (tmp_path / "metrics.jsonl").write_text("0123456789\nlater\n")
+    (tmp_path / "rollouts.jsonl").write_text("short\n")  # somebody made it shorter
+    assert pods.restore(tmp_path, model, optimizer) == {"step": 3}
+    assert (tmp_path / "metrics.jsonl").read_text() == "0123456789\n"
+    assert (tmp_path / "rollouts.jsonl").read_text() == "short\n"
+    (tmp_path / "checkpoint.pt").unlink()
+    assert pods.restore(tmp_path, model, optimizer) is None
+    sizes = [(tmp_path / name).stat().st_size for name in ("train.jsonl", "metrics.jsonl")]
+    assert sizes == [11, 0]  # the data that lies beside them is not ours
+
+
+def test_a_disk_that_fills_up_anywhere_in_a_checkpoint_is_an_oserror(tmp_path, model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    pods.save(tmp_path, model, optimizer, {"step": 1})
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for share in (0.001, 0.3, 0.501, 0.77, 0.9999):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(share * len(before)), limits[1]))
+            with pytest.raises(OSError):
+                pods.save(tmp_path, model, optimizer, {"step": 2})
+            assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, old)
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
 
 
 def test_failures_are_one_line_and_exit_code_1(refused, monkeypatch):
@@ -1197,8 +1246,9 @@ def test_failures_are_one_line_and_exit_code_1(refused, monkeypatch):
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "lower --micro_batch_tokens"),
         (RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp"), "lower --micro_batch"),
         (MemoryError(), "lower --micro_batch_tokens"),
-        (FloatingPointError("loss nan"), "loss nan. The last checkpoint is whole"),
-        (OSError(28, "No space left on device"), "No space left on device. The last checkpoint"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "lower --micro_batch_tokens"),
+        (FloatingPointError("loss nan: no weight changed"), "loss nan: no weight changed"),
+        (OSError(28, "No space left on device"), "No space left on device. Checkpoints are whole"),
     ]:
 
         def fail(cfg):
@@ -1215,7 +1265,7 @@ def test_failures_are_one_line_and_exit_code_1(refused, monkeypatch):
 # ----- The shape of the three files
 
 
-@pytest.mark.parametrize("name, most", [("pods", 376), ("sampling", 40), ("rewards", 75)])
+@pytest.mark.parametrize("name, most", [("pods", 400), ("sampling", 40), ("rewards", 75)])
 def test_a_file_stays_within_its_budget_of_code_lines(name, most):
     """Code lines: neither blank, nor comment, nor docstring. Air and explanation are free."""
     text = (HERE / f"{name}.py").read_text()

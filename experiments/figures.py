@@ -39,7 +39,7 @@ from tools.drawing import (
 )
 
 HERE = Path(__file__).resolve().parent
-STUDY = "study"  # the one in README.md and docs/results.md
+STUDY = "demonstration"
 LEVEL = 0.5  # of the times to a level
 BOTH, RIGHT = "eval/accuracy_with_format", "eval/accuracy"
 THREE = ("grpo_m", "grpo_n", "max_variance")

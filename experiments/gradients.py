@@ -143,7 +143,7 @@ def main() -> int:
     cfg = pods.Config(**settings | dict(prompts_per_step=args.prompts))
     logging.disable_progress_bar()
     try:
-        with pods.refused(f"--model: cannot use {cfg.model}", OSError, ValueError):
+        with pods.as_refusal(f"--model: cannot use {cfg.model}", OSError, ValueError):
             tokenizer = AutoTokenizer.from_pretrained(cfg.model)
         problems = pods.load_problems(cfg, tokenizer, "train")
         llm = pods.start_engine(cfg, problems)

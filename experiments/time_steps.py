@@ -27,7 +27,7 @@ LOGGED = (*PARTS, "rollout/tokens", "train/tokens", "rollout/zero_std_groups")
 def time_steps(cfgs: dict[str, pods.Config]) -> list[dict]:
     """The timed steps, in order: {"arm", "round", what is LOGGED of its metrics}."""
     first, arms, steps = next(iter(cfgs.values())), list(cfgs), []
-    with pods.refused(f"--model: cannot use {first.model}", OSError, ValueError):
+    with pods.as_refusal(f"--model: cannot use {first.model}", OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(first.model)
         problems = pods.load_problems(first, tokenizer, "train")
     llm = pods.start_engine(first, problems)

@@ -70,7 +70,7 @@ def check(cfg: pods.Config) -> int:
     # hardly move would let an engine with the old ones pass.
     cfg = replace(cfg, temperature=0.7, lr=2e-5, n=4, m=4, max_new_tokens=32)
     pods.reward = length_reward
-    with pods.refused(f"--model: cannot use {cfg.model}", OSError, ValueError):
+    with pods.as_refusal(f"--model: cannot use {cfg.model}", OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(cfg.model)
         problems = pods.load_problems(cfg, tokenizer, "train")
     ordered = sorted(problems, key=lambda problem: len(problem["prompt_ids"]))
