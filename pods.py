@@ -399,8 +399,7 @@ def update(model, optimizer, rollouts: list[Rollout], count: int, cfg: Config) -
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.max_grad_norm).item()
     if not math.isfinite(total + grad_norm):
         # One NaN in the weights turns every later completion into "!!!!" (verl#721).
-        found = f"loss {total}, gradient norm {grad_norm}"
-        raise FloatingPointError(f"{found}: no weight changed; start a new run with a lower --lr")
+        raise FloatingPointError(f"loss {total}, gradient norm {grad_norm}: try a lower --lr")
     optimizer.step()
     optimizer.zero_grad()
     names = ("train/ratio", "train/clip_fraction", "train/logp_diff")
@@ -651,7 +650,7 @@ def train(cfg: Config) -> int:
 def main() -> int:
     """Trains as the command line says. Known failures print one line on stderr: exit code 2 for a
     setting or an input that cannot work, 1 for anything else. Of a full disk, for one, it says
-    "pods.py: [Errno 28] No space left on device. Checkpoints are whole: ..."
+    "pods.py: [Errno 28] No space left on device. The last checkpoint, if there is one, is whole".
     """
     logging.disable_progress_bar()
     try:
@@ -660,14 +659,11 @@ def main() -> int:
         code, message = 2, error
     except (MemoryError, RuntimeError) as error:
         # torch's on a CPU and vLLM's when it wakes up are plain RuntimeErrors.
-        text = str(error)
-        if isinstance(error, RuntimeError) and not re.search("(out of|allocate) memory", text):
+        if not re.search("MemoryError|(out of|allocate) memory", repr(error)):
             raise
         code, message = 1, "out of memory; lower --micro_batch_tokens or --gpu_memory_utilization"
-    except FloatingPointError as error:
-        code, message = 1, error
-    except (OSError, SafetensorError) as error:
-        code, message = 1, f"{error}. Checkpoints are whole: mend this, and run the same command"
+    except (FloatingPointError, OSError, SafetensorError) as error:
+        code, message = 1, f"{error}. The last checkpoint, if there is one, is whole"
     print(f"pods.py: {message}", file=sys.stderr)
     return code
 
